@@ -39,10 +39,12 @@ TOP = {
     "options": {"spec"},
     "output": {"show"},
 }
-# The engine may also ask these questions; nothing else of cost and search.
+# The engine may also ask these questions (a difference is named as other engines' are); nothing
+# else of cost and search.
 ENGINE_ALLOWED = RESULT | {"engine"}
 ENGINE_MODULES = {
     "fourfold.search.legal",
+    "fourfold.conformance.ranks",
     "fourfold.cost.count",
     "fourfold.cost.step.pipeline",
     "fourfold.cost.schedule",

@@ -26,7 +26,8 @@ from fourfold.engine.training.events import StepEvent
 from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
-from fourfold.engine.verify.reference import RankFindings, Recipe, train_alone
+from fourfold.engine.verify.findings import RankFindings
+from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_every_layout_of_four_ranks_of_a_family(family):
     assert report["passed"] == report["total"] > 100
 
 
+def test_padding_reaches_no_router():
+    # 5 sequences over 2 ranks, one at a time: the second rank's last micro batch is padding.
+    words = ("--layout", "dp2 ep2", "--family", "mixtral", "--set", "policy.sharding=zero2")
+    report = verify(*words, "--global-batch", "5", "--micro-batch", "1", "--precision", "fp64")
+    assert report["passed"] == report["total"] == 1
+    assert report["micro_batches"] == "dp 0: 1, 1, 1; dp 1: 1, 1 and 1 of padding"
+    routing = report["layouts"][0]["routing"]
+    assert routing["wrong"] == 0
+    assert routing["margin"] > 1e-13
+    assert routing["dropped"] > 0  # this one drops what is above an expert's share
+
+
 def test_micro_batches_need_not_divide_anything():
     # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
     words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")
@@ -125,6 +138,48 @@ def test_a_planted_fault_is_seen_where_it_acts(fault):
         assert "error" not in row, "it must fail through the numbers"
         gaps = (row["loss_diff"], row["norm_rel"], row["grad_rel"], row["param_rel"])
         assert any(gap > limit for gap, limit in zip(gaps, (1e-5, 1e-5, 1e-4, 1e-3), strict=True))
+
+
+# fault -> (layout, family, sharding, what the report calls it)
+EXPERT_FAULTS = {
+    "expert-scale": ("dp2 tp2 ep2", "mixtral", "zero1", r"gradients of the experts x .*\bep\b"),
+    "expert-group": (
+        "dp2 ep2",
+        "mixtral",
+        "zero2",
+        r"experts are sums over ep \(2\), each of diff",
+    ),
+    "expert-norm": ("dp2 tp2 ep4", "deepseek", "zero2", "only ep rank 0's part of experts counted"),
+    "expert-norm-twice": ("dp4 ep2", "mixtral", "zero0", "experts counted .*copies of experts"),
+    "router-sum": ("dp2 tp2 ep4", "deepseek", "zero3", "copies of the router differ in gradient"),
+    "scores-left": ("dp2 ep2", "mixtral", "zero2", "added up without their scores"),
+    "scores-twice": ("dp2 ep2", "deepseek", "zero2", "scores were applied twice"),
+    "scores-cut": ("dp2 ep2", "deepseek", "zero2", "no gradient through the scores"),
+    "shared-sum": ("dp2 ep2", "deepseek", "zero2", "gradients of the shared experts off"),
+    "balance-micro": ("dp2 ep2", "mixtral", "zero2", "over each rank and micro batch apart"),
+    "balance-scale": ("dp2 ep2", "mixtral", "zero1", "the routers' losses x .*dp or ep"),
+    "balance-lost": ("dp2 ep2", "deepseek", "zero1", "the routers' losses had no gradient"),
+    "balance-rank": ("dp2 ep2", "deepseek", "zero1", "copies of .*load.* differ in value after"),
+    "bias-twice": ("dp2 ep2", "deepseek", "zero1", "the routers' bias moved 2 times as far"),
+    "drop-order": ("dp2 ep2", "mixtral", "zero2", "dropped its first tokens, not its last"),
+    "idle-decay": ("dp2 ep2", "deepseek", "zero1", "only experts without tokens off"),
+}
+OFTEN = ("expert-scale", "expert-norm", "balance-micro", "idle-decay")
+
+
+def rarely(faults):
+    return [pytest.param(f, marks=[] if f in OFTEN else pytest.mark.slow) for f in faults]
+
+
+@pytest.mark.parametrize("fault", rarely(EXPERT_FAULTS))
+def test_a_fault_with_experts_is_seen_and_named(fault):
+    layout, family, sharding, called = EXPERT_FAULTS[fault]
+    words = ("--layout", layout, "--family", family, "--set", f"policy.sharding={sharding}")
+    report = verify(*words, "--break", fault, rc=1)
+    assert report["passed"] == 0
+    for row in report["layouts"]:
+        assert "error" not in row, row
+        assert re.search(called, "; ".join(row["signature"])), row["signature"]
 
 
 @pytest.mark.slow

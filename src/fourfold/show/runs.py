@@ -253,7 +253,29 @@ def verified_page(answer: Verified) -> list[Part]:
     more = [f"{hidden} more passed (--format json has all)"] if hidden > 0 else []
     errors = [f"{r['family']} {r['layout']} {r['policy']}: {r['error']}" for r in rows
               if r.get("error")]  # fmt: skip
-    return [checked, "", *more, *errors, _verification(answer)]
+    names = Counter(f"{r['family']}: {'; '.join(r['signature'])}" for r in rows
+                    if r.get("signature"))  # fmt: skip
+    named = [f"{name} ({count} layouts)" for name, count in names.items()]
+    return [checked, "", *more, *errors, *named, *_routing(rows), _verification(answer)]
+
+
+def _routing(rows: list[dict[str, Any]]) -> list[str]:
+    """What tokens of models with experts did, in all layouts together."""
+    routed = [row["routing"] for row in rows if "routing" in row]
+    if not routed:
+        return []
+    redrawn = sorted({found["seed"] for found in routed} - {min(f["seed"] for f in routed)})
+    most = {
+        name: max(found[name] for found in routed)
+        for name in ("wrong", "idle", "idle_on_a_rank", "dropped")
+    }
+    closest = min(found["margin"] for found in routed)
+    return [
+        f"experts: {most['wrong'] or 'no'} choices differ, smallest margin {closest:.1e} of a score"
+        + (f" (redrawn with seed {', '.join(map(str, redrawn))})" if redrawn else ""),
+        f"in three steps up to {most['idle']} experts without tokens, {most['idle_on_a_rank']} "
+        f"without tokens of some rank, {most['dropped']} choices dropped",
+    ]
 
 
 def _verification(answer: Verified) -> str:

@@ -45,7 +45,6 @@ def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...
         (moe.score == "sqrtsoftplus", "sqrtsoftplus scores"),
         (moe.router_bias or moe.expert_bias, "biases of router and experts"),
         (model.biased("mlp"), "biases of the MLPs beside experts"),
-        (moe.capacity > 0, "experts that drop tokens"),
     )
 
 

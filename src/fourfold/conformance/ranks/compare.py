@@ -18,6 +18,8 @@ EXACT_NORM = 1e-6
 EXACT = 1e-3  # a gradient this close to a multiple of the right one is that multiple
 
 Gaps = dict[str, float]
+EXPERTS = ("egate", "eup", "edown")  # stacked: [experts, outputs, inputs]
+ROUTER_STATE = {"choice_bias": "bias", "load": "load"}
 
 
 def differences(have: dict[str, Tensor], want: dict[str, Tensor]) -> Gaps:
@@ -69,7 +71,8 @@ def factor_name(c: float, degrees: dict[str, int]) -> str:
 def who(kinds: list[str], every: set[str]) -> str:
     classes = {
         "every weight": every,
-        "the experts": {"egate", "eup", "edown"},
+        "the experts": {*EXPERTS},
+        "the shared experts": {"sgate", "sup", "sdown"},
         "the router": {"router"},
         "embedding and head": {"embed", "head"},
         "the embedding": {"embed"},
@@ -106,7 +109,14 @@ def _factor(have: Tensor | None, want: Tensor, degrees: dict[str, int]) -> str:
     if have is None:
         return "are on no rank"
     c, left = multiple(have, want)
-    return factor_name(c, degrees) if left < EXACT else ""
+    if left < EXACT:
+        return factor_name(c, degrees)
+    size = degrees.get("ep", 1)
+    if want.dim() == 3 and size > 1 and want.shape[0] % size == 0:
+        mixed = want.unflatten(0, (size, -1)).sum(0).repeat(size, 1, 1)
+        if float((have - mixed).abs().max()) < EXACT * float(mixed.abs().max()):
+            return f"are sums over ep ({size}), each of different experts"
+    return ""
 
 
 def begins(gaps: Gaps) -> str:
@@ -138,7 +148,7 @@ def of_norm(norm: float, grads: dict[str, Tensor], degrees: dict[str, int]) -> s
     shares = {"left out": 0.0}
     for axis, size in ((a, s) for a, s in axes if s > 1 and a != "targets"):
         shares |= {f"counted {axis} ({size}) times": float(size), f"/ {axis} ({size})": 1.0 / size}
-    sets = [("experts", [k for k in kinds if k in ("egate", "eup", "edown")])]
+    sets = [("experts", [k for k in kinds if k in EXPERTS])]
     sets += [("norms", [k for k in kinds if "norm" in k]), ("every weight", kinds)]
     sets += [
         (" and ".join(c), list(c)) for n in (1, 2, 3) for c in itertools.combinations(kinds, n)
@@ -171,6 +181,7 @@ def signature(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:
     loss = got["loss"][0] / truth["loss"][0]
     if not abs(loss - 1) <= FAULT:
         out.append(f"loss {factor_name(loss, degrees)}")
+    out += _of_balance(got, truth, degrees)
     out += of_gradients(got["grad"], truth["grad"], degrees)
     own = math.sqrt(sum(float(value.pow(2).sum()) for value in got["grad"].values()))
     norm = got["norm"][0]
@@ -191,9 +202,49 @@ def signature(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:
     return out
 
 
+def _of_balance(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:
+    """What routers add to the loss of the first step."""
+    have, want = (each.get("balance", [0.0])[0] for each in (got, truth))
+    if not want or abs(have / want - 1) <= FAULT:
+        return []
+    return [f"the routers' losses {factor_name(have / want, degrees)}"]
+
+
+def _of_idle(got: dict, truth: dict) -> list[str]:
+    """Experts that no token chose: nothing but decay moves them, and all of them alike."""
+    gaps = []
+    for name, experts in truth.get("idle", {}).items():
+        have, want = got["param"][name], truth["param"][name]
+        size, gap = want.abs().max(), (have - want).abs().flatten(1).amax(1)
+        idle = float(gap[experts].max() / size)
+        gap[experts] = 0
+        gaps.append((idle, float(gap.max() / size)))
+    worst, others = (max(found) for found in zip(*gaps, strict=True)) if gaps else (0.0, 0.0)
+    if worst <= 10 * max(EQUAL, others):
+        return []
+    return [f"after {len(got['loss'])} steps only experts without tokens off by up to {worst:.2g}"]
+
+
+def _of_state(got: dict, truth: dict) -> list[str]:
+    """How far routers' state moved, in multiples of how far it should."""
+    out = []
+    for leaf, words in ROUTER_STATE.items():
+        names = [name for name in truth.get("start", {}) if kind(name) == leaf]
+        moves = [
+            multiple(got["param"][name] - truth["start"][name], want - truth["start"][name])
+            for name in names
+            if float(((want := truth["param"][name]) - truth["start"][name]).abs().max()) > 0
+        ]
+        if moves and all(left < EXACT and abs(c - 1) > EXACT for c, left in moves):
+            out.append(f"the routers' {words} moved {moves[0][0]:.3g} times as far")
+    return out
+
+
 def _later(got: dict, truth: dict) -> list[str]:
     """The first step is right: what goes wrong after it."""
-    out = []
+    out = [*_of_idle(got, truth), *_of_state(got, truth)]
+    if out:
+        return out
     gaps = differences(got["param"], truth["param"])
     wrong = {kind(name) for name, gap in gaps.items() if not gap <= PARAMETERS}
     if wrong:

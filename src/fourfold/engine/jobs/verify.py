@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,11 @@ from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
+from fourfold.engine.verify.expert_faults import EXPERT_FAULTS
 from fourfold.engine.verify.faults import FAULTS
-from fourfold.engine.verify.reference import (
-    RankFindings,
-    Recipe,
-    Truth,
-    tolerances_of,
-    train_alone,
-    verdict,
-)
+from fourfold.engine.verify.findings import Piece, RankFindings, verdict
+from fourfold.engine.verify.naming import Answers, name_of
+from fourfold.engine.verify.reference import Recipe, Truth, steady
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 
@@ -46,7 +43,7 @@ _world = functools.cache(World.create)  # groups are kept for the next layout wi
 def recipe(spec: RunSpec) -> Recipe:
     vocab, seq_len = spec.model.vocab, spec.batch.seq_len
     source = Synthetic(vocab=vocab, seq_len=seq_len, seed=spec.seed, masked=_MASKED)
-    rule = InitRule(vector_std=_VECTOR_STD, router_std=_ROUTER_STD)
+    rule = InitRule(vector_std=_VECTOR_STD, router_std=_ROUTER_STD, idle=True)
     return Recipe(source=source, settings=_SETTINGS, rule=rule, steps=_STEPS)
 
 
@@ -60,42 +57,69 @@ def perform(task: Task) -> None:
         task.join(device)
     task.heartbeat.enter("reference")
     truth = reference(spec, task.folder, device)
+    spec = replace(spec, seed=truth.seed)
     task.heartbeat.enter("groups")
     world = _world(spec.layout, device.type)
     task.heartbeat.enter("build")
     fault, how = task.job.option("break"), recipe(spec)
-    trainer = (FAULTS[fault] if fault else Trainer)(
+    trainer = (FAULTS | EXPERT_FAULTS)[fault] if fault else Trainer
+    trainer = trainer(
         spec, world, device=device, settings=how.settings, source=how.source, rule=how.rule
     )
-    findings = RankFindings()
+    findings, pieces = RankFindings(), {}
     for step in range(_STEPS):
         task.heartbeat.enter(f"step {step}")
-        _step(trainer, step, truth, findings)
+        pieces |= _step(trainer, step, truth, findings)
         task.heartbeat.step_done()
-    findings.look(trainer.shards, truth, at_grads=False)
-    row = gathered(findings, truth, spec)
+    pieces["param"] = findings.look(trainer.shards, truth, at_grads=False)
+    row = gathered(findings, pieces, truth, spec, device)
     del trainer
     release(device, compiled=spec.policy.compile)
     if row is not None:
         task.answer(row | {"seconds": round(time.perf_counter() - began, 3)})
 
 
-def _step(trainer: Trainer, step: int, truth: Truth, findings: RankFindings) -> None:
+def _step(
+    trainer: Trainer, step: int, truth: Truth, findings: RankFindings
+) -> dict[str, list[Piece]]:
     """A trainer's step, with a look at the gradients before they are clipped."""
     norm, loss = trainer.reduce(trainer.accumulate(step))
+    pieces = {}
     if step == 0:
         scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
-        findings.look(trainer.shards, truth, at_grads=True, scale=scale)
+        pieces["grad"] = findings.look(trainer.shards, truth, at_grads=True, scale=scale)
+    findings.look_at_routers(trainer)
     trainer.update(norm)
     findings.losses.append(float(loss))
     findings.norms.append(float(norm))
+    return pieces
 
 
-def gathered(findings: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, Any] | None:
-    """The row of the report on rank 0, None elsewhere."""
-    all_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(findings, all_ranks)
-    return None if all_ranks is None else verdict(all_ranks, truth, tolerances_of(spec.policy))
+def gathered(
+    findings: RankFindings,
+    pieces: dict[str, list[Piece]],
+    truth: Truth,
+    spec: RunSpec,
+    device: torch.device,
+) -> dict[str, Any] | None:
+    """The row of the report on rank 0, None elsewhere. What differs gets a name."""
+    found = _on_first(findings)
+    row = None if found is None else verdict(found, truth, spec.policy)
+    equal = [row is not None and row["pass"]]
+    dist.broadcast_object_list(equal)
+    if equal[0]:
+        return row
+    parts = _on_first(pieces)
+    if row is not None and found is not None and parts is not None:
+        answers = Answers(found, parts, truth, spec)
+        row["signature"] = name_of(answers, recipe(spec), device)
+    return row
+
+
+def _on_first(mine: Any) -> list[Any] | None:
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    return everyone
 
 
 def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
@@ -110,8 +134,8 @@ def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
     name = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"reference-{name}.pt"
     if dist.get_rank() == 0 and not path.exists():
-        truth = train_alone(spec, recipe(spec), device)
-        parts = (truth.losses, truth.norms, truth.grads, truth.params)
+        truth = steady(spec, recipe, device)
+        parts = [getattr(truth, field.name) for field in fields(truth)]
         torch.save(parts, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
     dist.barrier()

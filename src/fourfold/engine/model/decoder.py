@@ -6,6 +6,7 @@ of cost/count/params.py whatever the cut: layers keep their global index, absent
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
         """The layers of this stage by global index."""
         return {int(i): layer for i, layer in self.layers.items() if isinstance(layer, Layer)}
 
-    @property
+    @functools.cached_property
     def routers(self) -> list[Router]:
         return [module for module in self.modules() if isinstance(module, Router)]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.engine.model.layers import Mlp, Parts, plain_swiglu
-from fourfold.engine.model.router import Router
+from fourfold.engine.model.router import Router, counted
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape
 
@@ -61,11 +61,11 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """MLPs with a gate, all at once. Scores are applied before the last product, so that its
     outputs need not be kept for their gradient. `activate` (of gate and up side by side, and
-    scores) may be replaced."""
+    scores) may be replaced. `drops`: choices may be nobody's."""
 
     def __init__(self, shape: ModelShape, moe: Moe) -> None:
         super().__init__()
-        self.hidden = shape.hidden
+        self.hidden, self.drops = shape.hidden, moe.capacity > 0
         everyone = range(shape.experts)
         self.gate_up = GroupedLinear(everyone, shape.hidden, (("gate", moe.ffn), ("up", moe.ffn)))
         self.down = GroupedLinear(everyone, moe.ffn, (("down", shape.hidden),))
@@ -139,13 +139,20 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
 def dispatch_local(x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts) -> Tensor:
-    """All experts are at hand."""
-    order = chosen_TK.flatten().argsort(stable=True)
+    """All experts are at hand. Choices of nobody come last: what products make of their rows is
+    undefined, and must reach no sum in either direction."""
+    flat = chosen_TK.flatten()
+    order = flat.argsort(stable=True)
     places = inverse(order)
-    counts = torch.bincount(chosen_TK.flatten(), minlength=experts.down.experts)
+    counts = counted(flat, experts.down.experts + 1)[:-1]
     rows = Spread.apply(x_TD, order, places)
     scores = Reorder.apply(scores_TK.flatten(), order, places)
-    return Join.apply(experts(rows, scores, counts), order, places, chosen_TK.shape[1])
+    if not experts.drops:
+        return Join.apply(experts(rows, scores, counts), order, places, chosen_TK.shape[1])
+    nobody = flat[order] == experts.down.experts
+    rows, scores = rows.masked_fill(nobody[:, None], 0), scores.masked_fill(nobody, 0)
+    y = experts(rows, scores, counts).masked_fill(nobody[:, None], 0)
+    return Join.apply(y, order, places, chosen_TK.shape[1])
 
 
 class MoeMlp(nn.Module):

@@ -233,7 +233,9 @@ def dispatch_grouped(
 def apply_grouped(decoder: Decoder, dtype: torch.dtype) -> None:
     for layer in decoder.blocks.values():
         mlp = layer.mlp
-        if dtype == torch.bfloat16 and isinstance(mlp, MoeMlp) and mlp.dispatch is dispatch_local:
+        if not isinstance(mlp, MoeMlp) or mlp.experts.drops:
+            continue
+        if dtype == torch.bfloat16 and mlp.dispatch is dispatch_local:
             mlp.dispatch = dispatch_grouped
             mlp.router.product = router_product
             mlp.router.best = best_of

@@ -33,6 +33,10 @@ class Layer(nn.Module):
             self.mlp = Mlp(shape, fused=fused)
 
     @property
+    def has_experts(self) -> bool:
+        return isinstance(self.mlp, MoeMlp)
+
+    @property
     def dense_mlp(self) -> Mlp | None:
         """The MLP that sees every token: the layer's only one, or that of shared experts."""
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.shared

@@ -1,11 +1,12 @@
 """A router: which experts a token goes to, with what scores, and what keeps experts balanced.
 
-Shapes: T tokens, E experts, K chosen of them. Parallelism replaces `sum_over_sequence`, since a
-rank may hold only part of its sequences.
+Shapes: T tokens, E experts, K chosen of them. Parallelism replaces `sum_over_sequence` and
+`whole_sequence`, since a rank may hold only part of its sequences.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,17 +42,20 @@ def _same(x: Tensor) -> Tensor:
 
 class NotedScores(torch.autograd.Function):
     """Scores as they are. Backwards, which happens once however often the forward pass is repeated,
-    the router counts its tokens, and the losses of balance get their gradient."""
+    the router counts its tokens, and the losses of balance get their gradient. Padding is not
+    counted, as it was when the forward pass first ran: recompute may fall into another batch."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, counts: Tensor, router: Router) -> Tensor:
-        ctx.router = router
+        ctx.router, ctx.is_padding = router, router.is_padding
         ctx.save_for_backward(loss.detach(), counts)
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         loss, counts = ctx.saved_tensors
+        if ctx.is_padding:
+            return grads[0], torch.zeros_like(loss), None, None
         ctx.router.note(loss, counts)
         scale = ctx.router.loss_scale
         return grads[0], torch.ones_like(loss) if scale is None else scale.to(loss), None, None
@@ -60,19 +64,21 @@ class NotedScores(torch.autograd.Function):
 class Router(nn.Module):
     """Chooses experts, in fp32 whatever layers compute in. `choice_bias` and `load` (each expert's
     share of the tokens of the batch before) are state: no gradient, changed once a step. `tokens`
-    are those of the global batch. `seen` and `losses` add up over a step."""
+    are those of the global batch. `seen` (tokens that chose each expert, then choices dropped) and
+    `losses` add up over a step. `own_places`: where this rank's tokens lie in their sequences."""
 
     choice_bias: nn.Parameter | None
     load: nn.Parameter
     product: Callable[[Tensor, Tensor], Tensor] = staticmethod(wide_product)
     best: Callable[[Tensor, int], Tensor] = staticmethod(best)
     sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(_same)
+    whole_sequence: Callable[[Tensor], Tensor] = staticmethod(_same)
+    own_places: Tensor | None = None
+    is_padding = False
     loss_scale: Tensor | None = None
     forced_from: int | None = None
     seen: Tensor | None = None
     losses: Tensor | None = None
-    margin: Tensor | None = None
-    watch_margin = False
 
     def __init__(self, shape: ModelShape, moe: Moe) -> None:
         super().__init__()
@@ -84,7 +90,7 @@ class Router(nn.Module):
         self.choice_bias = nn.Parameter(torch.empty_like(self.load), False) if biased else None
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """([T, K] experts, [T, K] scores)."""
+        """([T, K] experts, [T, K] scores). A choice that was dropped is expert E: nobody."""
         logits = self.product(x_BSD, self.weight).flatten(0, 1)
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         chosen = self._chosen(scores)
@@ -92,12 +98,28 @@ class Router(nn.Module):
         if self.moe.normalised:
             taken = taken / (taken.sum(-1, keepdim=True) + 1e-20)
         taken = taken * self.moe.scale
-        counts = counted(chosen.flatten(), self.experts)
+        counts = counted(chosen.flatten(), self.experts + 1)
+        sent = chosen
+        if self.moe.capacity:
+            sent = self._within_capacity(chosen.unflatten(0, (x_BSD.shape[0], -1)))
+            counts[-1] = (sent == self.experts).sum()
         if torch.is_grad_enabled():
             taken = NotedScores.apply(
                 taken, self._loss(x_BSD, logits, scores, chosen), counts, self
             )
-        return chosen, taken
+        return sent, taken
+
+    @torch.no_grad()
+    def _within_capacity(self, chosen_BSK: Tensor) -> Tensor:
+        """Each expert takes a sequence's tokens in their order, until it is full."""
+        whole = self.whole_sequence(chosen_BSK)
+        batch, length, top_k = whole.shape
+        most = math.ceil(self.moe.capacity * top_k * length / self.experts)
+        taken = whole.new_zeros(batch, length, self.experts).scatter_(2, whole, 1)
+        number = taken.cumsum(1).gather(2, whole)
+        sent = torch.where(number <= most, whole, self.experts)
+        own = sent if self.own_places is None else sent[:, self.own_places]
+        return own.flatten(0, 1)
 
     @torch.no_grad()
     def _chosen(self, scores: Tensor) -> Tensor:
@@ -111,19 +133,8 @@ class Router(nn.Module):
             best = grouped.topk(2 if moe.group_score == "best-two" else 1, -1).values.sum(-1)
             groups = best.topk(moe.group_top_k, -1).indices
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, groups, True)
-            if self.watch_margin:
-                self._note_margin(best, moe.group_top_k)
             rank = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-        if self.watch_margin:
-            self._note_margin(rank, self.top_k)
         return self.best(rank, self.top_k)
-
-    def _note_margin(self, ranked: Tensor, chosen: int) -> None:
-        """How much the last chosen was better than the first that was not."""
-        if chosen < ranked.shape[-1]:
-            best = ranked.topk(chosen + 1, -1).values
-            smallest = (best[:, -2] - best[:, -1]).min()
-            self.margin = smallest if self.margin is None else torch.minimum(self.margin, smallest)
 
     def _loss(self, x_BSD: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """This rank's part of the losses over the global batch."""
@@ -152,9 +163,9 @@ class Router(nn.Module):
     def take_up(self, counts: Tensor, keep: Tensor | None = None) -> None:
         """`counts` of the whole batch: the next batch is balanced by them. `keep` is 1 where the
         step was thrown away."""
-        wide = counts.to(self.load.dtype)
-        load = wide / wide.sum().clamp(min=1)
-        moved = (load.mean() - load).sign() * self.moe.bias_rate
+        counts = counts[: self.experts]
+        load = counts.to(self.load.dtype) / counts.sum().clamp(min=1)
+        moved = (counts.sum() - counts * self.experts).sign() * self.moe.bias_rate
         for state, new in ((self.load, load), (self.choice_bias, moved)):
             if state is not None:
                 value = new.to(state) if state is self.load else state + new.to(state)

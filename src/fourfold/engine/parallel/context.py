@@ -115,13 +115,18 @@ class RingCore(nn.Module):
 
 
 def token_positions(kind: str, seq_len: int, group: Group, device: torch.device) -> Tensor:
-    """Global positions of this rank's tokens. Ring and all-gather zig-zag for equal causal work."""
-    if group.size == 1:
+    """Global positions of this rank's tokens."""
+    return positions_of(kind, seq_len, group.size, group.rank, device)
+
+
+def positions_of(kind: str, seq_len: int, size: int, rank: int, device: torch.device) -> Tensor:
+    """Those of any rank of a group. Ring and all-gather zig-zag for equal causal work."""
+    if size == 1:
         return torch.arange(seq_len, device=device)
     if kind == "ulysses":
-        each = seq_len // group.size
-        return torch.arange(group.rank * each, (group.rank + 1) * each, device=device)
-    return zigzag(seq_len, group.size, group.rank, device)
+        each = seq_len // size
+        return torch.arange(rank * each, (rank + 1) * each, device=device)
+    return zigzag(seq_len, size, rank, device)
 
 
 class _Spans(torch.autograd.Function):

@@ -19,13 +19,15 @@ from fourfold.engine.model.experts import (
     dispatch_local,
     inverse,
 )
-from fourfold.engine.model.router import Router
+from fourfold.engine.model.router import Router, counted
+from fourfold.engine.parallel.context import positions_of
 from fourfold.engine.parallel.expert_groups import ExpertGroups, expert_groups
 from fourfold.engine.parallel.groups import (
     AllGather,
     Group,
     ReduceScatter,
     World,
+    all_gather,
     all_reduce,
     start_exchange,
     wait,
@@ -55,9 +57,21 @@ def _place(router: Router, spec: RunSpec, groups: ExpertGroups, world: World) ->
     router.sequence_parts = groups.sequence.size
     if groups.sequence.size > 1:
         router.sum_over_sequence = lambda counts: all_reduce(counts, groups.sequence)
+        places = [places_of(spec, rank) for rank in groups.sequence.ranks]
+        in_order = torch.cat(places).argsort()
+        router.own_places = places[groups.sequence.rank]
+        router.whole_sequence = lambda x: all_gather(x, groups.sequence, 1)[:, in_order]
     if spec.policy.routing == "forced":
         # Ranks begin at different experts: else all would send to the same ones first.
         router.forced_from = world.rank * spec.model.experts // max(1, groups.stage.size)
+
+
+def places_of(spec: RunSpec, rank: int) -> Tensor:
+    """Where a rank's tokens lie in their sequences."""
+    layout, place = spec.layout, spec.layout.coordinates(rank)
+    kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
+    whole = positions_of(kind, seq_len, layout.cp, place["cp"], torch.device("cpu"))
+    return whole.tensor_split(layout.tp)[place["tp"]]
 
 
 def dispatcher_of(spec: RunSpec, groups: ExpertGroups) -> Dispatch:
@@ -98,14 +112,15 @@ class AllToAllDispatch(nn.Module):
         flat = chosen_TK.flatten()
         order = flat.argsort(stable=True)
         places = inverse(order)
-        counts = torch.bincount(flat, minlength=self.experts)
-        sent, received, arriving = self._splits(counts)
-        rows = self._copied(Spread.apply(x_TD, order, places), sent)
-        scores = self._copied(Reorder.apply(scores_TK.flatten(), order, places), sent)
+        sent, received, arriving = self._splits(counted(flat, self.experts + 1)[:-1])
+        total = sum(sent) // self.etp  # choices of nobody come after them
+        rows = self._copied(Spread.apply(x_TD, order, places)[:total], sent)
+        scores = self._copied(Reorder.apply(scores_TK.flatten(), order, places)[:total], sent)
         rows = ExchangedRows.apply(rows, self.group, sent, received)
         scores = ExchangedRows.apply(scores, self.group, sent, received)
         y = self._compute(rows, scores, arriving, experts)
         y = self._summed(ExchangedRows.apply(y, self.group, received, sent), sent)
+        y = nn.functional.pad(y, (0, 0, 0, flat.shape[0] - total))
         return Join.apply(y, order, places, chosen_TK.shape[1])
 
     def _splits(self, counts_E: Tensor) -> tuple[list[int], list[int], Tensor]:

@@ -151,11 +151,13 @@ _CHUNK = 2**22
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRule:
     """Standard deviations. `vector_std` spreads norm weights around 1 and biases around 0. Training
-    wants 0 there; a proof of equality does not, since a fault in adding zeros is unseen."""
+    wants 0 there; a proof of equality does not, since a fault in adding zeros is unseen. `idle`:
+    no token chooses the last expert of a router with a bias."""
 
     std: float = 0.02
     vector_std: float = 0.0
     router_std: float = 0.02
+    idle: bool = False
 
 
 def std_of(name: str, layers: int, rule: InitRule) -> float:
@@ -175,6 +177,8 @@ def initialize(shards: Iterable[Shard], *, seed: int, layers: int, rule: InitRul
             if shard.name.endswith(f"router.{params.LOAD}"):
                 base = 1.0 / shard.shape[0]
             _spread(shard, seed, rule.vector_std, base)
+            if rule.idle and shard.name.endswith("router.choice_bias"):
+                shard.values[-1] = -2.0  # scores are from 0 to 1
         else:
             _spread(shard, seed, std_of(shard.name, layers, rule), 0.0)
 

@@ -15,7 +15,8 @@ from fourfold.engine.parallel.groups import World
 
 
 class Balance:
-    """The routers of this rank. `counts`: tokens of the last batch by router and expert."""
+    """The routers of this rank. `counts`: tokens of the last batch by router and expert, and how
+    many choices were dropped."""
 
     def __init__(self, chunks: Sequence[Decoder], world: World) -> None:
         self.routers = [router for chunk in chunks for router in chunk.routers]
@@ -27,6 +28,11 @@ class Balance:
             router.tokens, router.loss_scale = tokens, loss_scale
             router.seen = router.losses = None
 
+    def enter(self, chunk: Decoder, *, is_padding: bool) -> None:
+        """A forward pass of a micro batch begins; all of its sequences count, or none."""
+        for router in chunk.routers if self.routers else ():
+            router.is_padding = is_padding
+
     def add_losses(self, loss: Tensor) -> Tensor:
         """The rank's own part of the loss, with that of its routers."""
         losses = [router.losses for router in self.routers if router.losses is not None]
@@ -37,7 +43,8 @@ class Balance:
         """Over all ranks that hold these layers: once a step."""
         if self.group is None:
             return
-        none = torch.zeros_like(self.routers[0].load, dtype=torch.int64)
+        load = self.routers[0].load
+        none = load.new_zeros(load.numel() + 1, dtype=torch.int64)
         seen = [none if router.seen is None else router.seen for router in self.routers]
         self.counts = torch.stack(seen)
         if self.group.size > 1:

@@ -130,7 +130,9 @@ class Trainer:
 
     def _divide(self) -> None:
         spec = self.spec
-        self.sizes = micro_sizes(self.batch, spec.layout.dp, self.world.place["dp"])
+        dp, rank = spec.layout.dp, self.world.place["dp"]
+        self.sizes = micro_sizes(self.batch, dp, rank)
+        self.real_micros = len(self.batch.micro_sizes(self.batch.shares(dp)[rank]))
         self.plan = plan(
             spec.policy.schedule,
             stages=spec.layout.pp,
@@ -207,6 +209,7 @@ class Trainer:
 
         def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
             tokens, targets = batches[micro] if batches else (None, None)
+            self.balance.enter(chunk, is_padding=micro >= self.real_micros)
             given = tokens if chunk.is_first else x
             if count is None or not chunk.is_last:
                 return chunk(given, self.tables)

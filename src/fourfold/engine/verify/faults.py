@@ -1,4 +1,4 @@
-"""Eight mistakes that people have shipped, planted in the parallel path to prove that verify sees
+"""Mistakes that people have shipped, planted in the parallel path to prove that verify sees
 them. Where a layout has no such step the fault cannot act."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _LossDivisor(Trainer):
         return own.clamp(min=1) * self.world.dp_cp.size
 
 
-class _FewerSums(Trainer):
+class FewerSums(Trainer):
     """Some shards are left out of the sums over ranks that share weights."""
 
     def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
@@ -39,14 +39,14 @@ class _FewerSums(Trainer):
         return [sums for sums in left if sums.shards]
 
 
-class _TiedGrad(_FewerSums):
+class _TiedGrad(FewerSums):
     """First and last stage update their copies of the embedding from their own gradients."""
 
     def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
         return sums.group.axis == "embedding"
 
 
-class _NormGrad(_FewerSums):
+class _NormGrad(FewerSums):
     """Norm weights see only their rank's part of the sequence."""
 
     def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
