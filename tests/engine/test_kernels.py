@@ -66,6 +66,22 @@ def test_products_of_a_layer_are_its_weights_three_times() -> None:
     assert flops(list(products)) == 20 * 3 * 2 * 4096 * local
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_ranks_with_experts_compute_what_their_tokens_choose(name: str) -> None:
+    """Each of 4 ranks has its own sequence; a router's product is not listed, and of the backward
+    pass of attention scores come once more."""
+    one = spec(name, "dp4 ep4")
+    found = kernels_of(one, 1)
+    model = one.model
+    ask = FlopsQuery.of(model=model, seq_len=4096, layout=one.layout, policy=one.policy)
+    said = CONVENTIONS["full-attention"].count(ask).model * 4096
+    again = 2.0 * model.layers * model.attention_width * 4096 * 4096
+    assert flops(found) == pytest.approx(said + again, rel=2e-3)
+    grouped = [k for k in found if isinstance(k, Product) and k.groups > 1]
+    assert {k.groups for k in grouped} == {model.experts // 4}
+    assert {k.name for k in grouped} == {"experts_gate_up", "experts_down"}
+
+
 @pytest.mark.parametrize("kind", ["ring", "allgather", "ulysses"])
 def test_context_ranks_share_the_pairs(kind: str) -> None:
     """Blocks off the diagonal are whole, so a rank does half the square and a little more."""

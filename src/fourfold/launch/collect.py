@@ -50,6 +50,7 @@ def run_report(job: Job, task: int, folder: Path, end: End, started_at: str) -> 
         memory=tuple(fact.memory for fact in facts),
         ranks=tuple(fact.times for fact in facts),
         links=_slowest([link for fact in facts for link in fact.links]),
+        experts=_loads(facts),
         start_s=max((fact.start_s for fact in facts), default=0.0),
         window_s=max((fact.window_s for fact in facts), default=0.0),
         failure=end[1],
@@ -57,6 +58,12 @@ def run_report(job: Job, task: int, folder: Path, end: End, started_at: str) -> 
         shortage=_shortage(folder, task, end[1]) if end[0] == "oom" else None,
         **of_first,
     )
+
+
+def _loads(facts: list[RankFacts]) -> tuple[report.ExpertLoad, ...]:
+    """Ranks of a stage have counted together: any of them says it for its layers."""
+    by_layer = {load.layer: load for fact in facts for load in fact.experts}
+    return tuple(by_layer[layer] for layer in sorted(by_layer))
 
 
 def _slowest(links: list[report.LinkRate]) -> tuple[report.LinkRate, ...]:

@@ -17,7 +17,7 @@ from fourfold.page.run_details import run_details
 from fourfold.result.record import KINDS, Record
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import catalog
-from fourfold.spec.layout import AXES, MODEL_AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.tables.derive import derive
 from fourfold.tables.styles import MPT, TOPOLOGY, Column
 from fourfold.verbs.report import Report
@@ -26,6 +26,7 @@ REPORT_SCRIPTS = ("timeline.js", "report_charts.js", "run.js", "report.js")
 # Of a record, what the page filters by and draws.
 FIELDS = (
     "run_id", "repeat", "label", "hardware", "outcome", "gpus", "nodes", *AXES,
+    *EXPERT_AXES, "experts",
     "virtual_stages", "micro_batch", "global_batch", "seq_len", "precision", "sharding",
     "recompute", "schedule", "cp_kind", "attention", "stack", "tag", "note", "started_at", "step_s",
     "low_s", "high_s", "samples", "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct",

@@ -14,7 +14,7 @@ from fourfold.result.record import KINDS, RUN_FIELDS, Record
 from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
 from fourfold.spec import codec
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import BUNDLES, precision_name
 
@@ -23,8 +23,8 @@ _MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
 # Counted from 0; runs that end earlier give their last loss.
 LOSS_STEP = 4
 # Divided by, or counted with.
-_FROM_ONE = {"gpus", "nodes", *AXES, "replicate", "layers", "hidden", "heads", "seq_len",
-             "global_batch", "virtual_stages"}  # fmt: skip
+_FROM_ONE = {"gpus", "nodes", *AXES, *EXPERT_AXES, "replicate", "layers", "hidden", "heads",
+             "seq_len", "global_batch", "virtual_stages"}  # fmt: skip
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,), "bool": (bool,), "int": (int,), "float": (int, float),
 }  # fmt: skip
@@ -84,6 +84,8 @@ def _spec(spec: dict[str, Any]) -> dict[str, Any]:
         **{name: model[name] for name in ("layers", "hidden", "heads")},
         "gpus": spec["gpus"],
         **{axis: layout[axis] for axis in AXES},
+        **{axis: layout.get(axis, 1) for axis in EXPERT_AXES},
+        "experts": model.get("experts") or None,
         "dp": replicate * shard,
         "replicate": replicate,
         "order": layout.get("order", " ".join(AXES)),

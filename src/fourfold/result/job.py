@@ -143,6 +143,7 @@ class RankFacts:
     probes: tuple[report.ProbeReport, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     links: tuple[report.LinkRate, ...] = ()
+    experts: tuple[report.ExpertLoad, ...] = ()
     warmup: Warmup | None = None
 
 

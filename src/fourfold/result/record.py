@@ -12,7 +12,7 @@ from typing import Literal
 
 from fourfold.result.report import Outcome
 from fourfold.spec.expression import in_gib
-from fourfold.spec.layout import AXES, MODEL_AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 
 Style = Literal["mpt", "topology", "scaling", "reference", "other"]
 # A published row may have neither a figure nor a word for how it ended.
@@ -66,6 +66,9 @@ class Record:
     replicate: int = 1
     cp: int | None = None
     tp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    experts: int | None = None
     order: str = " ".join(AXES)
     virtual_stages: int | None = None
     seq_len: int | None = None
@@ -143,7 +146,8 @@ class Record:
 
     @property
     def layout(self) -> str:
-        return " ".join(f"{axis}{self._written(axis)}" for axis in self.order.split())
+        again = [axis for axis in EXPERT_AXES if getattr(self, axis) > 1]
+        return " ".join(f"{axis}{self._written(axis)}" for axis in (*self.order.split(), *again))
 
     @property
     def unlisted(self) -> str:
@@ -186,8 +190,8 @@ class Record:
     def values(self) -> dict[str, float | None]:
         """What a `where` condition may ask (spec/expression.py)."""
         names = (
-            *AXES, "micro_batch", "global_batch", "seq_len", "gpus", "nodes", "layers", "hidden",
-            "heads", "step_s",
+            *AXES, *EXPERT_AXES, "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
+            "layers", "hidden", "heads", "step_s",
         )  # fmt: skip
         asked: dict[str, float | None] = {name: getattr(self, name) for name in names}
         return asked | {"vp": self.virtual_stages} | in_gib(self.peak_bytes)
@@ -200,6 +204,7 @@ RUN_FIELDS = tuple(KINDS)[: list(KINDS).index("style")]
 MODEL_FIELDS = ("label", "model", "layers", "hidden", "heads", "seq_len", "hardware")
 CONFIG = (
     *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "gpus_per_node", "gpus", *AXES,
+    *EXPERT_AXES, "experts",
     "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
     "offload", "variant",
 )  # fmt: skip

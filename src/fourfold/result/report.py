@@ -118,6 +118,17 @@ class LinkRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """Tokens of a layer's experts over the timed steps: the `largest` and the standard deviation
+    (`spread`) over the mean, and the share of choices that were dropped."""
+
+    layer: int
+    largest: float
+    spread: float
+    dropped: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Who failed first, where it stood and what it said; rank -1 when nobody could tell."""
 
@@ -152,6 +163,7 @@ class RunReport:
     samples: tuple[DeviceSample, ...] = ()
     probes: tuple[ProbeReport, ...] = ()
     links: tuple[LinkRate, ...] = ()
+    experts: tuple[ExpertLoad, ...] = ()
     warmup: Warmup | None = None
     start_s: float = 0.0
     window_s: float = 0.0

@@ -135,12 +135,34 @@ def _surrounding_rows(plain: dict[str, Any]) -> list[list[str]]:
         if not made and "step_s" in plain:
             share = f"{100 * plain['data_wait_s'] / plain['step_s']:.1f}% of a step"
         lines.append(["data wait", show_seconds(plain["data_wait_s"]), share])
+    lines += _expert_rows(plain.get("experts", []), plain.get("routing", ""))
     for link in plain["links"]:
         text = f"{link['bytes_per_s'] / 1e9:,.2f} GB/s"
         place = "within a host" if link["level"] == "host" else "between hosts"
         lines.append([f"link {link['axis']}", text, f"{link['op']} of {link['ranks']}, {place}"])
     if plain["loss"] is not None:
         lines.append(["loss", f"{plain['loss']:.4f}", f"of step {plain['loss_step']}"])
+    return lines
+
+
+def _expert_rows(loads: list[dict[str, Any]], routing: str) -> list[list[str]]:
+    """The least even layer, and the mean over layers."""
+    if not loads:
+        return []
+    worst = max(loads, key=lambda load: load["largest"])
+    mean, dropped = (
+        sum(load[name] for load in loads) / len(loads) for name in ("largest", "dropped")
+    )
+    lines = [
+        [
+            "tokens per expert",
+            f"{mean:.2f} x mean",
+            f"fullest expert, {routing} routing; {worst['largest']:.2f}, CV "
+            f"{worst['spread']:.2f} in layer {worst['layer']}",
+        ]
+    ]
+    if dropped:
+        lines.append(["tokens dropped", f"{100 * dropped:.1f} %", "of choices of experts"])
     return lines
 
 

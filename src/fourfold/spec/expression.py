@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fourfold.errors import UserError, nearest
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.units import size_from
 
 NAMES = (
-    *AXES, "vp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
+    *AXES, *EXPERT_AXES, "vp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
     "layers", "hidden", "heads", "mem_gib", "mem_gb", "step_s",
 )  # fmt: skip
 FUNCTIONS = ("log2", "ceil")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fourfold.spec import check
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import VARIANTS, ModelShape
 
@@ -46,14 +45,6 @@ def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...
         (moe.router_bias or moe.expert_bias, "biases of router and experts"),
         (model.biased("mlp"), "biases of the MLPs beside experts"),
     )
-
-
-def require_traced(model: ModelShape) -> None:
-    """Refuse what the trace has no list of messages for."""
-    lacking = "experts" if model.moe else "latent attention" if model.latent else ""
-    rule = f"has {lacking}, whose messages are not traced yet"
-    hint = "plan and predict price it; bench, train and verify run it"
-    check.that(not lacking, "model", model.name, rule, hint)
 
 
 def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:

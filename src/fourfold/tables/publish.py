@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.result.record import CONFIG, OWN_STACK, Record, grouped
 from fourfold.result.report import published_word
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
@@ -58,7 +58,7 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
 
 
 # What the cells of a scaling table say.
-_AXES = ("gpus", *AXES, "micro_batch")
+_AXES = ("gpus", *AXES, *EXPERT_AXES, "micro_batch")
 
 
 def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
@@ -201,10 +201,10 @@ _WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
 
 # Keys of a record as other tools read it, in base units; a field has the same name but for these.
 _PLAIN = (
-    "row_id", "stack", "label", "hardware", "gpus", "nodes", *AXES, "virtual_stages", "sharding",
-    "precision", "recompute", "seq_len", "micro_batch", "global_batch", "step_s", "tokens_s_gpu",
-    "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "params", "status", "note", "measured_at",
-    "predicted_s",
+    "row_id", "stack", "label", "hardware", "gpus", "nodes", *AXES, *EXPERT_AXES, "experts",
+    "virtual_stages", "sharding", "precision", "recompute", "seq_len", "micro_batch",
+    "global_batch", "step_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb",
+    "params", "status", "note", "measured_at", "predicted_s",
 )  # fmt: skip
 _RENAMED = {"row_id": "run_id", "status": "outcome", "measured_at": "started_at"}
 

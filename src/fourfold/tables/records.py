@@ -10,7 +10,7 @@ from typing import Any
 
 from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.tables import cells, styles
 from fourfold.tables.document import Document, Table, TableRow, Text, after, device_id
 
@@ -69,6 +69,8 @@ def _value(name: str, text: str) -> Any:
     kind = KINDS.get(name, "")
     if kind == "int | None":
         return cells.whole(text)
+    if kind == "int":  # an axis that is 1 where a cell is empty
+        return cells.whole(text) or 1
     if kind == "float | None":
         value = cells.number(text)
         return value if value or name not in _NEVER_ZERO else None
@@ -100,7 +102,7 @@ def _mpt_layout(sharding: str) -> dict[str, Any]:
     kind, _, axes = sharding.partition(" ")
     values: dict[str, Any] = {"sharding": _MPT_SHARDING.get(kind, kind.lower())}
     sizes = {name: int(size) for name, size in re.findall(r"\b([a-z]+)([0-9]+)\b", axes)}
-    values |= {axis: sizes.get(axis, 1) for axis in MODEL_AXES}
+    values |= {axis: sizes.get(axis, 1) for axis in (*MODEL_AXES, *EXPERT_AXES)}
     return values | ({"virtual_stages": sizes["vp"]} if "vp" in sizes else {})
 
 

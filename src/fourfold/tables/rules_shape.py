@@ -259,8 +259,21 @@ def _name_against_shape(record: Record) -> Iterator[Problem]:
         )
 
 
+def expert_ranks(record: Record) -> Iterator[Problem]:
+    """Experts divide the ranks of a stage once more."""
+    spread, stages = record.ep * record.etp, record.pp or 1
+    if spread == 1 or not record.gpus or record.gpus % (stages * spread) == 0:
+        return
+    yield (
+        f"PP {stages}, EP {record.ep}, ETP {record.etp} on {record.gpus} GPUs",
+        f"PP x EP x ETP = {stages * spread} divides the GPUs",
+        "other GPUs, PP or EP",
+    )
+
+
 ROW_CHECKS = {
-    "gpus-axes": gpus_axes, "batch-reach": batch_reach, "batch-tokens": batch_tokens,
+    "gpus-axes": gpus_axes, "expert-ranks": expert_ranks,
+    "batch-reach": batch_reach, "batch-tokens": batch_tokens,
     "layers-stages": layers_stages, "size-label": size_label,
 }  # fmt: skip
 CHECKS = (heading_count, batch_heading)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from fourfold import door
 from fourfold.result.record import KINDS, Record, grouped
 from fourfold.spec import catalog
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.tables import cells
 from fourfold.tables.records import Finding, Problem, TablesFile, finding
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
@@ -19,7 +19,8 @@ _SPEED_SLACK = 0.001
 # Memory of runs that differ in their micro batch only; allocators make small differences.
 _ORDER_SLACK = 0.10
 _BUT_MICRO_BATCH = (
-    "table", "seq_len", "gpus", *AXES, "virtual_stages", "label", "layers", "hidden", "heads",
+    "table", "seq_len", "gpus", *AXES, *EXPERT_AXES,
+    "virtual_stages", "label", "layers", "hidden", "heads",
     "sharding",
 )  # fmt: skip
 

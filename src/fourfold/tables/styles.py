@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fourfold.cost.count.params import model_params
+from fourfold.cost.count.params import active_params, model_params
 from fourfold.result.record import OWN_STACK, REFERENCE_COLUMNS, Record, Style
 from fourfold.result.report import published_word
 from fourfold.tables import cells
@@ -59,7 +59,8 @@ def _model_tflop(record: Record) -> str:
 def _strategy(record: Record) -> str:
     """The published word for data parallelism; other axes stand behind it."""
     word = SHARDING.get(record.sharding, record.sharding)
-    axes = [("pp", record.pp), ("vp", record.virtual_stages), ("cp", record.cp), ("tp", record.tp)]
+    names = {"pp": "pp", "vp": "virtual_stages", "cp": "cp", "tp": "tp", "ep": "ep", "etp": "etp"}
+    axes = [(name, getattr(record, field)) for name, field in names.items()]
     return " ".join([word, *(f"{name}{size}" for name, size in axes if size and size > 1)])
 
 
@@ -110,6 +111,14 @@ def _size(record: Record) -> str:
     return cells.size(model_params(shape.model, record.seq_len or 2048))
 
 
+def _active(record: Record) -> str:
+    """Parameters that a token touches, both embeddings with them."""
+    shape = shape_of(record) if record.experts else None
+    return (
+        "" if shape is None else cells.size(active_params(shape.model, record.seq_len or 2048).all)
+    )
+
+
 def _on_nodes(records: Sequence[Record]) -> bool:
     return any((record.nodes or 1) > 1 for record in records)
 
@@ -146,6 +155,10 @@ TOPOLOGY = (
     _plain("TP", "tp"),
     Column("CP", "cp", lambda r: "" if r.cp is None else str(r.cp), _above_one("cp")),
     _plain("PP", "pp"),
+    Column("EP", "ep", lambda r: str(r.ep), _above_one("ep")),
+    Column("ETP", "etp", lambda r: str(r.etp), _above_one("etp")),
+    Column("Experts", "experts", lambda r: str(r.experts or ""), _above_one("experts")),
+    Column("Active", "active", _active, _above_one("experts")),
     Column("VP", "virtual_stages", lambda r: str(r.virtual_stages or 1),
            _above_one("virtual_stages")),
     _plain("MBS", "micro_batch"),
@@ -179,7 +192,7 @@ _FIELDS: dict[str, dict[str, str]] = {
     "topology": {column.heading.lower(): column.field for column in TOPOLOGY} | _OTHER_NAMES,
     # `outcome`: of what was collected, where the status only says that something is missing.
     "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()}
-    | {"outcome": "outcome"},
+    | {"outcome": "outcome", "ep": "ep", "etp": "etp", "experts": "experts"},
 }
 _SCALING_FIRST = re.compile(r"\(\s*tp\s*,\s*cp\s*,\s*pp\s*,\s*(micro[ -]?batch|mbs)\s*\)\Z")
 _GPU_COLUMN = re.compile(r"([0-9]+)\s*(?:x\s*)?gpus?\Z", re.IGNORECASE)

@@ -72,7 +72,7 @@ class DryRun:
         return [
             head
             | {n: v for n, v in codec.encode(one).items() if not isinstance(v, list | dict)}
-            | {f"{axis}_bytes": self.moved_bytes(one, axis) for axis in AXES}
+            | {f"{axis}_bytes": self.moved_bytes(one, axis) for axis in (*AXES, "ep")}
             for one in self.counts
         ]
 

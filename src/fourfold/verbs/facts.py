@@ -107,6 +107,9 @@ def _surroundings(report: RunReport) -> dict[str, Any]:
     compile_s = max((rank.compile_s for rank in report.ranks), default=0.0)
     if compile_s:
         plain["compile_s"] = compile_s
+    if report.experts:
+        plain["routing"] = report.spec.policy.routing
+        plain["experts"] = codec.encode(report.experts)
     plain["recompiles"] = sum(rank.recompiles for rank in report.ranks)
     plain["retries"] = sum(rank.retries for rank in report.memory)
     plain["memory"] = codec.encode(report.memory)

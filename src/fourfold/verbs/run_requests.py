@@ -283,6 +283,8 @@ class TraceRequest:
     tp: int = flag("tensor parallel ranks", "N", group="layout", default=1)
     cp: int = flag("context parallel ranks", "N", group="layout", default=1)
     dp: int = flag("data parallel ranks", "N", group="layout", default=1)
+    ep: int = flag("expert parallel ranks, of tp x cp x dp", "N", group="layout", default=1)
+    etp: int = flag("ranks that cut an expert", "N", group="layout", rare=True, default=1)
     rank: int = flag("rank to show", "R", group="layout", default=0)
     cp_kind: CpKind | None = flag("context-parallel attention (default ring)", group=_LAYER)
     sharding: str | None = flag("zero0, zero1 (default), zero2 or zero3", "X", group=_LAYER)

@@ -222,7 +222,8 @@ def _layer_spec(request: TraceRequest) -> RunSpec:
 
 
 def _layout(request: TraceRequest) -> Layout:
-    return Layout(tp=request.tp, cp=request.cp, shard=request.dp)
+    sizes = {"tp": request.tp, "cp": request.cp, "ep": request.ep, "etp": request.etp}
+    return Layout(shard=request.dp, **sizes)
 
 
 def _ask(request: TraceRequest) -> Ask:

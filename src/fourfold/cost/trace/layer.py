@@ -8,7 +8,13 @@ from dataclasses import replace
 from math import prod
 from operator import attrgetter
 
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, axis_groups, kv_copies
+from fourfold.cost.trace.steps import (
+    WORKSPACE_BYTES,
+    Program,
+    axis_groups,
+    expert_axis_groups,
+    kv_copies,
+)
 from fourfold.cost.trace.symbols import Symbols, bracketed, stretched_sizes
 from fourfold.cost.trace.walk import StepRow, TensorRow, message
 from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
@@ -18,7 +24,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.supported import not_run, require_traced
+from fourfold.spec.supported import not_run
 from fourfold.spec.words import AROUND, CpKind, Dtype, Sharding
 
 SHARDS = "dpxcp"
@@ -37,8 +43,8 @@ def layer_spec(
 ) -> RunSpec:
     """A run with one sequence a rank, of which a middle layer is traced: what an end of the model
     has does not matter, and a head is turned whole, which takes more room than a part of it."""
-    require_traced(model)
-    model = replace(model, layers=3, local_layers=None, head_bias=False)
+    moe = None if model.moe is None else replace(model.moe, dense_first=0, every=1)
+    model = replace(model, moe=moe, layers=3, local_layers=None, head_bias=False)
     note = ""
     if "rotary" in " ".join(not_run(model, tokens)):
         note = "rotary positions of a whole head, of which the model turns a part"
@@ -75,6 +81,7 @@ def layer_program(spec: RunSpec, rank: int, trace: LayerTrace) -> Program:
             axis_groups(layout, ("tp",), "tp"),
             axis_groups(layout, ("cp",), "cp"),
             axis_groups(layout, ("dp", "cp"), SHARDS),
+            *(expert_axis_groups(layout) if model.moe else ()),
         ),
         steps=(),
         per_rank={
@@ -97,6 +104,7 @@ def _notes(spec: RunSpec) -> tuple[str, ...]:
         "weights and gradients in the trace's dtype, no optimizer state; "
         f"{spec.policy.sharding} over dp x cp = {shards}",
         f"cp kind: {spec.policy.cp_kind}" if spec.layout.cp > 1 else "",
+        "every expert is chosen by as many tokens" if spec.model.moe else "",
         spec.note,
     )
     return tuple(note for note in notes if note)
@@ -116,6 +124,11 @@ def _sizes(spec: RunSpec, trace: LayerTrace) -> dict[str, int]:
         copies = kv_copies(model.heads // layout.tp, kv_rank, layout.cp)
         if copies > 1:
             sizes["kv_copies"] = copies
+    if model.moe is not None:
+        sizes |= {
+            "experts": model.experts, "top_k": model.top_k, "expert_ffn": model.moe.ffn,
+            "ep": layout.ep, "etp": layout.etp,
+        }  # fmt: skip
     flat = [t.shape[0] for step in trace.steps for t in step.tensors if t.name == "buffer"]
     if flat:
         sizes["weights"] = max(flat)  # padded to equal parts

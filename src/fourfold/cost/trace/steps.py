@@ -4,7 +4,7 @@ A tensor is held as long as its name; a step that writes a name in use holds bot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
@@ -179,6 +179,27 @@ def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> AxisGrou
         key = tuple(size for axis, size in place.items() if axis not in axes)
         members.setdefault(key, []).append(rank)
     return AxisGroups(name or "x".join(axes), tuple(tuple(ranks) for ranks in members.values()))
+
+
+def expert_axis_groups(layout: Layout) -> tuple[AxisGroups, ...]:
+    """Ranks that exchange tokens of experts, that hold the same experts, and that hold parts of the
+    same sequences."""
+
+    def alike(name: str, fact: Callable[[int], object]) -> AxisGroups:
+        members: dict[object, list[int]] = {}
+        for rank in range(layout.world):
+            members.setdefault(fact(rank), []).append(rank)
+        return AxisGroups(name, tuple(map(tuple, members.values())))
+
+    def replica(rank: int) -> tuple[int, int]:
+        place = layout.coordinates(rank)
+        return place["pp"], place["dp"] // layout.shard
+
+    return (
+        alike("ep", lambda rank: (replica(rank), layout.expert_place(rank)[0])),
+        alike("edp", lambda rank: (replica(rank)[0], layout.expert_place(rank)[1:])),
+        axis_groups(layout, ("cp", "tp"), "sequence"),
+    )
 
 
 def generic_cluster(ranks: int) -> Cluster:

@@ -153,6 +153,7 @@ def _measured(steps: Steps) -> RankFacts:
     peak.note()
     before = _probe("before", task, device)
     peak.forget()
+    steps.trainer.balance.forget()
     window = _timed(steps)
     peak.note()
     probes = (before, _probe("after", task, device))
@@ -177,6 +178,7 @@ def _measured(steps: Steps) -> RankFacts:
         samples=window.samples,
         probes=tuple(probed for probed in probes if probed is not None),
         links=_links(steps),
+        experts=steps.trainer.balance.loads(),
         warmup=warm.warmup,
         environment=_environment(task, device) if task.rank == 0 else (),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold.engine.compat import DTYPES, activation_dtype, sleep_cycles
 from fourfold.engine.microbench.device import product
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product
+from fourfold.engine.model.grouped import grouped_mm
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, alibi_slope
 from fourfold.engine.observe.clock import lower_quartile, reading, synchronize
@@ -139,6 +140,8 @@ def _work(kernel: Kernel, spec: RunSpec, device: torch.device) -> Work:
 def _product(kernel: Product, random: Callable[..., Tensor]) -> Work:
     """In the memory layouts of a linear layer: weights [outputs, inputs], tokens first."""
     m, n, k = kernel.m, kernel.n, kernel.k
+    if kernel.groups > 1:
+        return _grouped(kernel, random)
     if kernel.makes == "output":
         left, right = random(m, k), random(n, k, std=_WEIGHT_STD).t()
     elif kernel.makes == "input gradient":
@@ -148,15 +151,30 @@ def _product(kernel: Product, random: Callable[..., Tensor]) -> Work:
     return lambda: left @ right
 
 
+def _grouped(kernel: Product, random: Callable[..., Tensor]) -> Work:
+    """All groups have as many rows."""
+    m, n, k, groups = kernel.m, kernel.n, kernel.k, kernel.groups
+    rows = k if kernel.makes == "weight gradient" else m
+    if kernel.makes == "output":
+        left, right = random(m, k), random(groups, n, k, std=_WEIGHT_STD).transpose(1, 2)
+    elif kernel.makes == "input gradient":
+        left, right = random(m, k), random(groups, k, n, std=_WEIGHT_STD)
+    else:
+        left, right = random(k, m).t(), random(k, n)
+    ends = torch.arange(1, groups + 1, device=left.device) * rows // groups
+    offsets = ends.to(torch.int32)
+    return lambda: grouped_mm(left, right, offsets)
+
+
 def _attend(kernel: Attend, spec: RunSpec, random: Callable[..., Tensor]) -> Work:
-    def heads(count: int, tokens: int) -> Tensor:
+    def heads(count: int, tokens: int, size: int = kernel.head_size) -> Tensor:
         """[B, H, S, C] as projections leave it: tokens before heads in memory."""
-        return random(kernel.batch, tokens, count, kernel.head_size).transpose(1, 2)
+        return random(kernel.batch, tokens, count, size).transpose(1, 2)
 
     q, k, v = (
         heads(kernel.heads, kernel.queries),
         heads(kernel.kv_heads, kernel.keys),
-        heads(kernel.kv_heads, kernel.keys),
+        heads(kernel.kv_heads, kernel.keys, kernel.value_size),
     )
     bias = _bias(kernel, spec, q.device)
     if kernel.block:

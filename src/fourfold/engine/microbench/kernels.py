@@ -23,7 +23,8 @@ Makes = Literal["output", "input gradient", "weight gradient"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """[m, k] x [k, n]. A product of the forward pass that runs again is `when` backward."""
+    """[m, k] x [k, n], or of `groups` of rows, each by its own matrix. A product of the forward
+    pass that runs again is `when` backward."""
 
     part: Part
     name: str
@@ -33,6 +34,7 @@ class Product:
     n: int
     k: int
     calls: int
+    groups: int = 1
 
     @property
     def flops(self) -> int:
@@ -40,12 +42,14 @@ class Product:
 
     @property
     def shape(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
+        groups = f" in {self.groups}" if self.groups > 1 else ""
+        return f"{self.m}x{self.n}x{self.k}{groups}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attend:
-    """Attention of `queries` to `keys`. `block`: one of several that are joined afterwards."""
+    """Attention of `queries` to `keys`. `block`: one of several that are joined afterwards. A value
+    may be smaller than a query and a key."""
 
     batch: int
     heads: int
@@ -53,6 +57,7 @@ class Attend:
     queries: int
     keys: int
     head_size: int
+    value_size: int
     causal: bool
     block: bool
     calls: int = 1
@@ -65,7 +70,9 @@ class Attend:
     @property
     def flops(self) -> int:
         pairs = self.batch * self.heads * self.queries * self.keys
-        return 2 * self.products * pairs * self.head_size
+        of_values = self.products // 2
+        widths = (self.products - of_values) * self.head_size + of_values * self.value_size
+        return 2 * pairs * widths
 
     @property
     def shape(self) -> str:
@@ -87,15 +94,22 @@ def stage_kernels(
     spec: RunSpec, world: World, layers: Sequence[int], *, micro: int, head: bool
 ) -> list[Kernel]:
     """All kernels of one micro batch of `micro` sequences through these layers (and the head)."""
-    again = sum(len(spec.policy.recomputed_layers(chunk)) for chunk in _chunks(layers))
+    repeated = [i for c in _chunks(layers) for i in spec.policy.recomputed_layers(c)]
     kernels: list[Kernel] = []
     tokens = micro * spec.batch.seq_len // spec.layout.cp
-    linears = list(_linears(spec, world))
-    for part, name, outs, ins in linears:
-        kernels += _linear(part, name, (tokens, outs, ins), len(layers))
-        # A recomputed layer repeats its forward but for the last product.
-        if again and name != linears[-1][1]:
-            kernels.append(_product(part, name, "backward", "output", (tokens, outs, ins), again))
+    for has_experts in (False, True):
+        alike = [layer for layer in layers if spec.model.has_experts(layer) is has_experts]
+        if not alike:
+            continue
+        of_moe = has_experts and spec.policy.recompute == "moe"
+        again = len(alike) if of_moe else sum(layer in alike for layer in repeated)
+        linears = list(_linears(spec, world, tokens, alike[0]))
+        for one in linears:
+            kernels += _linear(one, len(alike))
+            # A recomputed layer repeats its forward but for the last product.
+            if again and one is not linears[-1] and (one.part == "mlp" or not of_moe):
+                kernels.append(one.product("backward", "output", again))
+    again = len(repeated)
     core_again = len(layers) if spec.policy.recompute == "selective" else again
     for core, count in _attention(spec, world, micro):
         kernels += _core(core, spec, count * len(layers), count * core_again)
@@ -110,50 +124,71 @@ def _chunks(layers: Sequence[int]) -> Iterator[list[int]]:
         yield [layer for _, layer in chunk]
 
 
-def _product(
-    part: Part, name: str, when: When, makes: Makes, size: tuple[int, int, int], calls: int
-) -> Product:
-    """`size`: tokens, outputs and inputs of the linear layer."""
-    tokens, outs, ins = size
-    m, n, k = {
-        "output": (tokens, outs, ins),
-        "input gradient": (tokens, ins, outs),
-        "weight gradient": (outs, ins, tokens),
-    }[makes]
-    return Product(part=part, name=name, when=when, makes=makes, m=m, n=n, k=k, calls=calls)
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """A matrix, or one of each of `groups` experts: `rows` go through it, or through all."""
+
+    part: Part
+    name: str
+    rows: int
+    outs: int
+    ins: int
+    groups: int = 1
+
+    def product(self, when: When, makes: Makes, calls: int) -> Product:
+        m, n, k = {
+            "output": (self.rows, self.outs, self.ins),
+            "input gradient": (self.rows, self.ins, self.outs),
+            "weight gradient": (self.outs, self.ins, self.rows),
+        }[makes]
+        return Product(
+            part=self.part, name=self.name, when=when, makes=makes, m=m, n=n, k=k, calls=calls,
+            groups=self.groups,
+        )  # fmt: skip
 
 
-def _linear(part: Part, name: str, size: tuple[int, int, int], calls: int) -> list[Product]:
+def _linear(one: Linears, calls: int) -> list[Product]:
     return [
-        _product(part, name, "forward", "output", size, calls),
-        _product(part, name, "backward", "input gradient", size, calls),
-        _product(part, name, "backward", "weight gradient", size, calls),
+        one.product("forward", "output", calls),
+        one.product("backward", "input gradient", calls),
+        one.product("backward", "weight gradient", calls),
     ]
 
 
-def _linears(spec: RunSpec, world: World) -> Iterator[tuple[Part, str, int, int]]:
-    """(part, name, outputs, inputs) of a layer's matrices on this rank, in their order."""
+def _linears(spec: RunSpec, world: World, tokens: int, layer: int) -> Iterator[Linears]:
+    """A layer's matrices on this rank, in their order; but a router's, which is small and fp32."""
     model, fused = spec.model, spec.policy.fused_projections
-    matrices = [t for t in layer_tensors(model) if len(t.shape) == 2]
+    matrices = [
+        tensor
+        for tensor in layer_tensors(model, layer)
+        if len(tensor.shape) == 2 and tensor.expert is None and ".router." not in tensor.name
+    ]
     joined: dict[tuple[Part, str], list[tuple[int, ...]]] = {}
     for tensor in matrices:
-        block, name, _ = tensor.name.split(".")
+        block, *inner, name, _ = tensor.name.split(".")
         part: Part = "attention" if block == "attention" else "mlp"
-        if fused and name in ("q", "k", "v"):
+        if fused and name in ("q", "k", "v") and model.latent is None:
             name = "qkv"
         if fused and model.gated and name in ("gate", "up"):
             name = "gate_up"
         shape = tp_shape(model, tensor, spec.layout.tp, world.tp.rank)
-        joined.setdefault((part, name), []).append(shape)
+        joined.setdefault((part, "_".join((*inner, name))), []).append(shape)
     for (part, name), shapes in joined.items():
-        yield part, name, sum(shape[0] for shape in shapes), shapes[0][1]
+        yield Linears(part, name, tokens, sum(shape[0] for shape in shapes), shapes[0][1])
+    if model.moe is not None and model.has_experts(layer):
+        layout, ffn = spec.layout, model.moe.ffn // spec.layout.etp
+        rows, groups = tokens // layout.tp * model.top_k * layout.etp, model.experts // layout.ep
+        yield Linears("mlp", "experts_gate_up", rows, 2 * ffn, model.hidden, groups)
+        yield Linears("mlp", "experts_down", rows, model.hidden, ffn, groups)
 
 
 def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[Attend, int]]:
     """Forward attention kernels of one layer, equal ones counted together."""
     model, group, kind = spec.model, world.cp, spec.policy.cp_kind
     heads, kv_heads = model.heads // spec.layout.tp, max(1, model.kv_heads // spec.layout.tp)
-    seq_len = spec.batch.seq_len
+    seq_len, latent = spec.batch.seq_len, model.latent
+    plain = group.size == 1 and latent is not None
+    value = latent.v if plain and latent is not None else model.head_size
     if group.size == 1 or kind == "ulysses":
         # Fewer KV heads than ranks are repeated just enough (UlyssesCore).
         if kv_heads % group.size:
@@ -173,6 +208,7 @@ def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[Attend
             queries=span.queries[1] - span.queries[0],
             keys=span.keys[1] - span.keys[0],
             head_size=spec.model.head_size,
+            value_size=value,
             causal=span.causal,
             block=is_block,
         )
@@ -199,6 +235,7 @@ def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:
     sizes = [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
     for size in sorted(set(sizes)):
         calls = sizes.count(size)
-        yield from _linear("head", "logits", (size, rows, hidden), calls)
+        logits = Linears("head", "logits", size, rows, hidden)
+        yield from _linear(logits, calls)
         if chunks > 1 and not spec.policy.is_loss_lean:
-            yield _product("head", "logits", "backward", "output", (size, rows, hidden), calls)
+            yield logits.product("backward", "output", calls)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.engine import compat
 from fourfold.engine.model.layers import Mlp, Parts, plain_swiglu
 from fourfold.engine.model.router import Router, counted
 from fourfold.spec.experts import Moe
@@ -26,12 +27,21 @@ def is_grouped(x: Tensor) -> bool:
     return x.dtype in kinds
 
 
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """Numbers that add up to at most `total`; waits for the device. Tensors without memory have no
+    values: there the total is shared out evenly."""
+    if not compat.is_fake(counts):
+        return counts.tolist()
+    size = counts.numel()
+    return [total // size + (i < total % size) for i in range(size)]
+
+
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """Rows of expert after expert, each by its own matrix. Rows after the last are undefined."""
     if is_grouped(rows_RI):
         ends = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends)
-    counts = counts_E.tolist()
+    counts = on_host(counts_E, rows_RI.shape[0])
     parts = rows_RI.split([*counts, rows_RI.shape[0] - sum(counts)])
     done = [F.linear(part, weight) for part, weight in zip(parts, weight_EOI, strict=False)]
     rest = parts[-1]
@@ -80,9 +90,29 @@ class Experts(nn.Module):
         return self.down(self.activate(self.gate_up(rows_RD, counts_E), scores_R), counts_E)
 
 
+class ScoredSwiglu(torch.autograd.Function):
+    """silu(gate) x up x score. Keeps its inputs only: the first product's output is as wide as all
+    else that a layer with experts keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_R2F, scores_R)
+        active = plain_swiglu(gate_up_R2F)
+        return (active * scores_R[:, None]).to(active.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, scores = ctx.saved_tensors
+        wide = torch.promote_types(gate_up.dtype, torch.float32)
+        gate, up = gate_up.to(wide).chunk(2, dim=-1)
+        share, slope = gate.sigmoid(), grads[0].to(wide)
+        silu, scored = gate * share, slope * scores[:, None].to(wide)
+        grad = torch.cat([scored * up * (share + silu * (1.0 - share)), scored * silu], dim=-1)
+        return grad.to(gate_up.dtype), (slope * silu * up).sum(-1).to(scores.dtype)
+
+
 def scored_swiglu(gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
-    active = plain_swiglu(gate_up_R2F)
-    return (active * scores_R[:, None]).to(active.dtype)
+    return ScoredSwiglu.apply(gate_up_R2F, scores_R)
 
 
 class Spread(torch.autograd.Function):

@@ -93,6 +93,8 @@ def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if name in _ATTENTION_FORWARD:
         query, key, value = args[0], args[1], args[2]
         return _pairs(query, key) * 2 * (query.shape[-1] + value.shape[-1])
+    if name == "_grouped_mm":  # of experts; every row or column is in one group
+        return 2 * args[0].numel() * args[1].shape[-1]
     count = flop_registry.get(compat.op_packet(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 

@@ -14,6 +14,7 @@ from fourfold.engine.compat import local
 from fourfold.engine.compat_fsdp import fsdp_parameters
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
+from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.events import StepEvent
 from fourfold.engine.training.trainer import Trainer
@@ -22,12 +23,17 @@ from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that
 # share a KV head, the two stages that share a tied embedding.
-_AXIS = {"dp_cp": "dp", "fsdp": "dp", "replicas": "dp", "kv": "tp", "embedding": "pp"}
+_AXIS = {"dp_cp": "dp", "fsdp": "dp", "replicas": "dp", "kv": "tp", "embedding": "pp",
+         "all_edp": "edp"}  # fmt: skip
 
 
 def axes_of(world: World, model: ModelShape) -> dict[str, str]:
     """Group name -> axis, for groups in which something travels."""
     groups = [*world.groups, world.kv_group(model)]
+    if model.moe is not None:
+        experts = expert_groups(world)
+        groups += [experts.dispatch, experts.copies, experts.all_copies]
+        groups += [experts.sequence, experts.stage]
     return {
         group.name: _AXIS.get(group.axis, group.axis)
         for group in groups

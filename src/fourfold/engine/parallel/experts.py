@@ -18,6 +18,7 @@ from fourfold.engine.model.experts import (
     Spread,
     dispatch_local,
     inverse,
+    on_host,
 )
 from fourfold.engine.model.router import Router, counted
 from fourfold.engine.parallel.context import positions_of
@@ -98,6 +99,17 @@ class ExchangedRows(torch.autograd.Function):
         return home, None, None, None
 
 
+class Exchange(nn.Module):
+    """Rows to other ranks of a group."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return ExchangedRows.apply(rows, self.group, sent, received)
+
+
 class AllToAllDispatch(nn.Module):
     """Each row goes to the rank that holds its expert; to all of them that share it (etp), whose
     partial outputs add up. One host wait: torch wants the numbers of rows as Python's."""
@@ -105,6 +117,7 @@ class AllToAllDispatch(nn.Module):
     def __init__(self, group: Group, experts: int, etp: int) -> None:
         super().__init__()
         self.group, self.experts, self.etp = group, experts, etp
+        self.away, self.home = Exchange(group), Exchange(group)
 
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
@@ -112,25 +125,24 @@ class AllToAllDispatch(nn.Module):
         flat = chosen_TK.flatten()
         order = flat.argsort(stable=True)
         places = inverse(order)
-        sent, received, arriving = self._splits(counted(flat, self.experts + 1)[:-1])
+        sent, received, arriving = self._splits(counted(flat, self.experts + 1)[:-1], flat.shape[0])
         total = sum(sent) // self.etp  # choices of nobody come after them
         rows = self._copied(Spread.apply(x_TD, order, places)[:total], sent)
         scores = self._copied(Reorder.apply(scores_TK.flatten(), order, places)[:total], sent)
-        rows = ExchangedRows.apply(rows, self.group, sent, received)
-        scores = ExchangedRows.apply(scores, self.group, sent, received)
+        rows, scores = (self.away(each, sent, received) for each in (rows, scores))
         y = self._compute(rows, scores, arriving, experts)
-        y = self._summed(ExchangedRows.apply(y, self.group, received, sent), sent)
+        y = self._summed(self.home(y, received, sent), sent)
         y = nn.functional.pad(y, (0, 0, 0, flat.shape[0] - total))
         return Join.apply(y, order, places, chosen_TK.shape[1])
 
-    def _splits(self, counts_E: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def _splits(self, counts_E: Tensor, rows: int) -> tuple[list[int], list[int], Tensor]:
         """Rows sent to and received from each rank, and received by rank and local expert."""
         mine = counts_E.view(-1, 1, self.experts * self.etp // self.group.size)
         mine = mine.expand(-1, self.etp, -1).flatten(0, 1)
         one = [1] * self.group.size
         theirs = wait(start_exchange(mine, self.group, one, one))
-        both = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
-        return both[0], both[1], theirs
+        both = on_host(torch.stack([mine.sum(1), theirs.sum(1)]).flatten(), 2 * rows * self.etp)
+        return both[: self.group.size], both[self.group.size :], theirs
 
     def _copied(self, rows: Tensor, sent: list[int]) -> Tensor:
         """Rows of a destination once for each rank that shares its experts."""
@@ -169,7 +181,8 @@ class AllGatherDispatch(nn.Module):
         self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
     ) -> Tensor:
         tokens, top_k = chosen_TK.shape
-        most = int(all_reduce(torch.tensor(tokens, device=x_TD.device), self.group, "max"))
+        own = torch.tensor([tokens], device=x_TD.device)
+        (most,) = on_host(all_reduce(own, self.group, "max"), tokens)
         fill = (0, 0, 0, most - tokens)
         x = AllGather.apply(nn.functional.pad(x_TD, fill), self.group, 0)
         scores = AllGather.apply(nn.functional.pad(scores_TK, fill), self.group, 0).flatten()
@@ -177,8 +190,9 @@ class AllGatherDispatch(nn.Module):
         local = AllGather.apply(nobody, self.group, 0).flatten()
         local = local - self.group.rank // self.etp * self.each
         local = torch.where((local < 0) | (local >= self.each), self.each, local)
-        counts = torch.bincount(local, minlength=self.each + 1)[: self.each]
-        order = local.argsort(stable=True)[: int(counts.sum())]
+        counts = counted(local, self.each + 1)[: self.each]
+        share = local.shape[0] * self.etp // self.group.size
+        order = local.argsort(stable=True)[: sum(on_host(counts, share))]
         y = experts(x[order // top_k], scores[order], counts)
         out = torch.zeros_like(x).index_add(0, order // top_k, y)
         return ReduceScatter.apply(out, self.group, 0)[:tokens]

@@ -48,6 +48,19 @@ _STEPS = {
     "mlp.gate": ("gate", "gate", "activate"),
     "mlp.up": ("up", "up", "activate"),
     "mlp.down": ("down", "m", "add m"),
+    "attention.q_down": ("q down", "q_narrow", ""),
+    "attention.kv_down": ("kv down", "kv_narrow", ""),
+    "attention.kv_norm": ("norm kv", "kv_normed", ""),
+    "attention.kv": ("kv up", "kv", "rotate"),
+    "mlp.router": ("route", "scores", "rows by expert"),
+    "mlp.dispatch.away": ("rows to experts", "arrived", "rows by expert, arrived"),
+    "mlp.experts.gate_up": ("experts up", "rows_gate_up", "experts activate"),
+    "mlp.experts.down": ("experts down", "rows_out", "rows by rank"),
+    "mlp.dispatch.home": ("rows back", "came_home", "add up experts"),
+    "mlp.shared.gate_up": ("shared up", "shared_gate_up", "shared activate"),
+    "mlp.shared.gate": ("shared gate", "shared_gate", ""),
+    "mlp.shared.up": ("shared up", "shared_up", "shared activate"),
+    "mlp.shared.down": ("shared down", "shared", "add m"),
 }
 _INPUTS = {
     "attention.core": ("q", "k", "v"),
@@ -138,8 +151,9 @@ def _hook(
             if not isinstance(parameter, DTensor):
                 ledger.name(parameter, _weight_name(path, kind))
 
-    def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+    def behind(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         output, then = steps[next(behind_paths)][1:]
+        out = out[-1] if isinstance(out, tuple) else out  # a router's choices have no gradient
         _assign(ledger, out)
         ledger.name(out, output)
         ledger.begin_step(then or ledger.step)

@@ -12,16 +12,19 @@ from torch import Tensor
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
+from fourfold.result.report import ExpertLoad
 
 
 class Balance:
     """The routers of this rank. `counts`: tokens of the last batch by router and expert, and how
-    many choices were dropped."""
+    many choices were dropped; `total`: of all batches since `forget`."""
 
     def __init__(self, chunks: Sequence[Decoder], world: World) -> None:
         self.routers = [router for chunk in chunks for router in chunk.routers]
         self.group = expert_groups(world).stage if self.routers else None
+        self.layers = [i for c in chunks for i, layer in c.blocks.items() if layer.has_experts]
         self.counts: Tensor | None = None
+        self.total: Tensor | None = None
 
     def begin(self, tokens: int, loss_scale: Tensor | None) -> None:
         for router in self.routers:
@@ -49,8 +52,30 @@ class Balance:
         self.counts = torch.stack(seen)
         if self.group.size > 1:
             dist.all_reduce(self.counts, group=self.group.handle)
+        self.total = self.counts if self.total is None else self.total + self.counts
+
+    def forget(self) -> None:
+        self.total = None
+
+    def loads(self) -> tuple[ExpertLoad, ...]:
+        """How even tokens were in each layer; waits for the device."""
+        if self.total is None:
+            return ()
+        found = zip(self.layers, self.total.double().cpu(), strict=True)
+        return tuple(_load(layer, counts) for layer, counts in found)
 
     def take_up(self, overflow: Tensor | None) -> None:
         if self.counts is not None:
             for router, counts in zip(self.routers, self.counts, strict=True):
                 router.take_up(counts, overflow)
+
+
+def _load(layer: int, counts: Tensor) -> ExpertLoad:
+    tokens, choices = counts[:-1], float(counts[:-1].sum())
+    mean = max(choices / tokens.numel(), 1e-9)
+    return ExpertLoad(
+        layer=layer,
+        largest=float(tokens.max()) / mean,
+        spread=float(tokens.std(correction=0)) / mean,
+        dropped=float(counts[-1]) / max(choices, 1.0),
+    )

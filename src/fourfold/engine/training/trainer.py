@@ -180,13 +180,14 @@ class Trainer:
         """All micro batches forwards and backwards; this rank's part of the loss."""
         self._tell(StepEvent("data"))
         self._follow_ramp(index)
-        self.balance.begin(self.batch.tokens, None if self.scaler is None else self.scaler.scale)
         batches = self._batches(index) if self.world.is_first or self.world.is_last else []
         for alone in self.alone.values():
             alone.refresh()
         return self.step_graph(batches) if self.step_graph else self.micro_batches(batches)
 
     def micro_batches(self, batches: Batches) -> Tensor:
+        # Here, not before: of a recorded step routers keep what its replay fills.
+        self.balance.begin(self.batch.tokens, None if self.scaler is None else self.scaler.scale)
         pp, stage = self.spec.layout.pp, self.world.stage
         numbers = range(stage, pp * len(self.chunks), pp)
         chunks = dict(zip(numbers, self.chunks, strict=True))

@@ -61,8 +61,8 @@ class RankFindings:
 
     def look_at_routers(self, trainer: Trainer) -> None:
         """After a step's last backward pass."""
-        layers = [i for c in trainer.chunks for i, layer in c.blocks.items() if layer.has_experts]
         routers, counts = trainer.balance.routers, trainer.balance.counts
+        layers = trainer.balance.layers
         self.balance.append(sum(float(r.losses) for r in routers if r.losses is not None))
         self.counts.append(
             {} if counts is None else dict(zip(layers, counts.tolist(), strict=True))

@@ -5,13 +5,13 @@ F.METRICS = [
   ["hfu_pct", "HFU %", true], ["tokens_s", "tokens/s", true], ["step_s", "seconds per step", false], ["peak_gib", "peak GiB", false],
 ];
 F.AXES = [
-  ["gpus", "GPUs"], ["tp", "TP"], ["pp", "PP"], ["dp", "DP"], ["cp", "CP"], ["virtual_stages", "virtual stages"],
+  ["gpus", "GPUs"], ["tp", "TP"], ["pp", "PP"], ["dp", "DP"], ["cp", "CP"], ["ep", "EP"], ["etp", "ETP"], ["experts", "experts"], ["virtual_stages", "virtual stages"],
   ["micro_batch", "micro batch"], ["global_batch", "global batch"], ["seq_len", "sequence length"], ["nodes", "nodes"],
   ["layout", "layout"], ["label", "model"], ["hardware", "GPU type"], ["precision", "precision"], ["sharding", "sharding"],
   ["recompute", "recompute"], ["schedule", "schedule"], ["cp_kind", "CP kind"], ["attention", "attention"], ["stack", "stack"],
   ["tag", "tag"], ["note", "note"], ["started_at", "time of start"],
 ];
-const PLACES = ["gpus", "nodes", "tp", "pp", "dp", "cp", "virtual_stages", "micro_batch", "global_batch", "seq_len"];
+const PLACES = ["gpus", "nodes", "tp", "pp", "dp", "cp", "ep", "etp", "virtual_stages", "micro_batch", "global_batch", "seq_len"];
 const MOST_GROUPS = 9, MOST_LINES = 8, MOST_NAMES = 40;
 
 F.nameOf = (list, key) => (list.find(([field]) => field === key) || [key, key])[1];

@@ -1,0 +1,86 @@
+"""A text learned by a model with experts: killed, resumed where experts lie elsewhere, exported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.cli import main
+from fourfold.engine.checkpoint.hf_read import HfWeights, fill
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.positions import make_tables
+from fourfold.engine.parallel.shards import ShardPlace, shards_of
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.files import curve
+from fourfold.spec import catalog
+from tests.engine.test_train import ROOT, finish, rank_pids, start, wait_for, words
+
+SEQ_LEN = 32
+RUN = words(
+    "--seq-len 32 --global-batch 8 --micro-batch 2 --precision fp64 --lr 3e-3 --warmup-steps 20 "
+    "--lr-schedule constant --save-every 40"
+)
+
+
+def losses(out: Path) -> list[float]:
+    points = list(curve.parse(out / curve.METRICS_FILE).points)
+    assert [point.step for point in points] == list(range(1, len(points) + 1))
+    return [point.loss for point in points]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        ("mixtral-tiny", "--gpus 2 --ep 2", "--gpus 4 --ep 4 --sharding zero3"),
+        ("deepseek-tiny", "--gpus 2 --ep 2 --sharding zero2", "--gpus 2 --tp 2"),
+    ],
+)
+def test_killed_and_resumed_elsewhere_a_text_is_learned_alike(tmp_path, model, first, second):
+    tokens, steps = str(tmp_path / "license"), 300
+    assert main(["data", "make", "--out", tokens, str(ROOT / "LICENSE")]) == 0
+    run = [*RUN, "--model", model, "--data", tokens]
+    code, _, said = finish(
+        start(tmp_path / "one", *run, *words(f"--gpus 1 --steps {steps}")), timeout_s=1400
+    )
+    assert code == 0, said
+    out = tmp_path / "out"
+    process = start(out, *run, *words(first), "--steps", str(steps))
+    wait_for(lambda: checkpoints.newest(out / "checkpoints") is not None, process)
+    os.kill(rank_pids(out, 2)[1], signal.SIGKILL)
+    code, _, said = finish(process)
+    assert code == 1, said
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    assert found.step < steps
+    code, _, said = finish(start(out, *run, *words(second), "--steps", str(steps)), timeout_s=1400)
+    assert code == 0, said
+    assert f"continuing after step {found.step}" in said
+    one, other = losses(tmp_path / "one"), losses(out)
+    gap = max(abs(a - b) / a for a, b in zip(one, other, strict=True))
+    print(f"{model}: loss {one[0]:.3f} to {one[-1]:.3f}, largest difference {gap:.1e}")
+    assert one[-1] < one[0] - 2
+    assert gap < 1e-9
+    assert main(["weights", "export", str(out), str(tmp_path / "hf")]) == 0
+    assert same_logits(model, tmp_path / "hf") < 1e-4
+
+
+def same_logits(model: str, folder: Path) -> float:
+    """The largest difference between transformers' logits and ours."""
+    import transformers
+
+    shape = catalog.model(model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decoder = Decoder(shape, SEQ_LEN)
+    fill(shards_of(decoder, shape, SEQ_LEN, ShardPlace()), HfWeights(folder), shape)
+    tables = make_tables(shape, torch.arange(SEQ_LEN), range(shape.heads))
+    ids = torch.randint(0, 256, (3, SEQ_LEN), generator=torch.manual_seed(0))
+    with torch.no_grad():
+        ours, wanted = decoder(ids, tables), theirs.eval()(ids).logits
+    assert ours.std() > 0.5
+    return float((ours - wanted).abs().max())
