@@ -255,7 +255,7 @@ def verified_page(answer: Verified) -> list[Part]:
               if r.get("error")]  # fmt: skip
     names = Counter(f"{r['family']}: {'; '.join(r['signature'])}" for r in rows
                     if r.get("signature"))  # fmt: skip
-    named = [f"{name} ({count} layouts)" for name, count in names.items()]
+    named = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
     return [checked, "", *more, *errors, *named, *_routing(rows), _verification(answer)]
 
 
