@@ -467,8 +467,22 @@ def test_heading_count(at: int) -> None:
     assert "heading-count" in rules(Table(TOPOLOGY.headings, tuple(rows)), row=row)
 
 
+def test_expert_ranks() -> None:
+    """DeepSeek-V3 with EP 64 and PP 16: 1,024 GPUs, or a multiple; one table says 256."""
+    headings = ("GPUs", "DP", "TP", "PP", "EP", "MBS", "GBS", "Sec/it")
+
+    def found(gpus: int, ep: int) -> set[str]:
+        row = (str(gpus), str(gpus // 16), "1", "16", str(ep), "1", "2048", "12.5")
+        return rules(Table(headings, (TableRow(row),)))
+
+    assert "expert-ranks" not in found(1024, 64)
+    assert "expert-ranks" in found(256, 64)
+    assert "expert-ranks" not in found(256, 1)
+
+
 PLANTED: dict[str, Callable[..., None]] = {
     "heading-count": test_heading_count, "gpus-axes": test_axes, "batch-reach": test_batch_reach,
+    "expert-ranks": test_expert_ranks,
     "batch-heading": test_batch_heading, "batch-tokens": test_batch_tokens,
     "layers-stages": test_layers_stages, "size-label": test_size_label,
     "work-constant": test_work_of_topology_rows, "convention-mix": test_convention_mix,

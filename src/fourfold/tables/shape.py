@@ -16,7 +16,7 @@ from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.result.record import Record
 from fourfold.spec import catalog, codec
-from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, Layout
+from fourfold.spec.layout import Layout
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.tables import cells
@@ -127,8 +127,10 @@ def flops_per_token(
 ) -> float:
     """With the assumed vocabulary where none is stated, here or in the table."""
     model = shape.model if vocab is None else dataclasses.replace(shape.model, vocab=vocab)
-    axes = {axis: getattr(record, axis) or 1 for axis in (*MODEL_AXES, *EXPERT_AXES)}
-    layout = Layout(shard=record.dp or 1, **axes)
+    layout = Layout(
+        pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1,
+        ep=record.ep, etp=record.etp,
+    )  # fmt: skip
     query = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=Policy())
     return convention(rule).count(query).printed
 
