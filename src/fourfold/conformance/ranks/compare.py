@@ -146,8 +146,9 @@ def of_norm(norm: float, grads: dict[str, Tensor], degrees: dict[str, int]) -> s
         squares[kind(name)] += float(value.pow(2).sum())
     total, kinds, axes = sum(squares.values()), sorted(squares), degrees.items()
     shares = {"left out": 0.0}
-    for axis, size in ((a, s) for a, s in axes if s > 1 and a != "targets"):
-        shares |= {f"counted {axis} ({size}) times": float(size), f"/ {axis} ({size})": 1.0 / size}
+    for size in {size for axis, size in axes if size > 1 and axis != "targets"}:
+        named = " or ".join(axis for axis, other in axes if other == size and axis != "targets")
+        shares |= {f"counted {named} ({size}) times": float(size), f"/ {named} ({size})": 1 / size}
     sets = [("experts", [k for k in kinds if k in EXPERTS])]
     sets += [("norms", [k for k in kinds if "norm" in k]), ("every weight", kinds)]
     sets += [
