@@ -99,7 +99,7 @@ class ExchangedRows(torch.autograd.Function):
         return home, None, None, None
 
 
-class Exchange(nn.Module):
+class RowExchange(nn.Module):
     """Rows to other ranks of a group."""
 
     def __init__(self, group: Group) -> None:
@@ -117,7 +117,7 @@ class AllToAllDispatch(nn.Module):
     def __init__(self, group: Group, experts: int, etp: int) -> None:
         super().__init__()
         self.group, self.experts, self.etp = group, experts, etp
-        self.away, self.home = Exchange(group), Exchange(group)
+        self.away, self.home = RowExchange(group), RowExchange(group)
 
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts

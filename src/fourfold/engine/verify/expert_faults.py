@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.model.experts import Experts, MoeMlp
+from fourfold.engine.model.experts import MoeMlp
 from fourfold.engine.model.router import Router
 from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
@@ -93,14 +93,8 @@ class _Scores(_Moe):
 
     def materialize(self, *, initial: bool = True) -> None:
         for mlp in self.mlps:
-            mlp.dispatch = self._wrapped(mlp.dispatch)
+            mlp.router.register_forward_hook(lambda _, x, out: (out[0], self.changed(out[1])))
         super().materialize(initial=initial)
-
-    def _wrapped(self, dispatch: Any) -> Any:
-        def other(x: Tensor, chosen: Tensor, scores: Tensor, experts: Experts) -> Tensor:
-            return dispatch(x, chosen, self.changed(scores), experts)
-
-        return other
 
 
 class _ScoresLeft(_Scores):
