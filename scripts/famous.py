@@ -90,7 +90,7 @@ def without(entries: tuple[FittedStack, ...], tables: list[Rows], source: str) -
     return Calibration(name=f"without {source}", sources=(), entries=kept)
 
 
-def answers(folder: Path) -> list[Famous]:
+def answers(folder: Path, *, choose: bool = True) -> list[Famous]:
     raw, rows = famous_rows(folder)
     tables = [parse(read_table(folder / f"{name}.csv")) for name in TABLES] + [rows]
     entries = fit_entries(sample(tables))
@@ -103,7 +103,7 @@ def answers(folder: Path) -> list[Famous]:
             file = Path(scratch) / "calibration.json"
             file.write_text(to_json(known))
             for i in np.flatnonzero(sources == source).tolist():
-                choice = chosen(rows, i, str(file)) if rows.usable[i] else None
+                choice = chosen(rows, i, str(file)) if choose and rows.usable[i] else None
                 found.append(Famous(raw[i], rows, said, i, choice))
     return found
 

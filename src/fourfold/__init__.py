@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fourfold.spec.run import RunSpec
     from fourfold.verbs.advise import advise
     from fourfold.verbs.bench import bench, submit_bench
+    from fourfold.verbs.calendar import calendar
+    from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
     from fourfold.verbs.calibrate import calibrate, demo, submit_calibrate
     from fourfold.verbs.clusters import new_cluster
     from fourfold.verbs.collect import CollectRequest, collect
@@ -84,6 +86,8 @@ _MODULES = {
     "verbs.advise": "advise",
     "verbs.bench": "bench submit_bench",
     "verbs.calibrate": "calibrate demo submit_calibrate",
+    "verbs.calendar": "calendar",
+    "verbs.calendar_request": "CalendarRequest TrainingPhase",
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
     "verbs.diagnose": "diagnose",

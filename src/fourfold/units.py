@@ -17,6 +17,7 @@ _BYTES: dict[str, float] = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_DAYS = {"": 1.0, "d": 1.0, "day": 1.0, "days": 1.0, "w": 7.0, "h": 1.0 / 24.0}
 # 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
 _BIT_OR_BYTE = r"[kKMGT]b(/s)?\Z"
 _RATES = {
@@ -61,6 +62,11 @@ def bytes_from(text: str) -> int:
 def seconds_from(text: str) -> float:
     """'10us' -> 1e-5."""
     return _parse(text, _SECONDS, "time", "30s or 15us")
+
+
+def days_from(text: str) -> float:
+    """'30d' -> 30, '6w' -> 42, '36h' -> 1.5."""
+    return _parse(text, _DAYS, "number of days", "30d or 6w")
 
 
 def bytes_per_s_from(text: str) -> float:

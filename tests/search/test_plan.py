@@ -14,13 +14,13 @@ import pytest
 from fourfold.cli import main
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.peak import REFUSED, SURE, memory, memory_bounds
+from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.alternatives import deciding, reversals
-from fourfold.search.answer import training
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
@@ -36,6 +36,7 @@ from fourfold.search.query import (
 )
 from fourfold.search.ranking import rank_layouts
 from fourfold.search.rules.case import divisors
+from fourfold.search.training import whole_training
 from fourfold.show.plan import page
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
@@ -366,7 +367,7 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     batch = Batch(seq_len=4096, global_batch=64, ramp=Ramp(start=16, increment=16, samples=4800))
     ranking = rank_layouts(ask(gpus=16, batch=batch, stack="megatron", tokens=4096 * 10_000.0))
     assert (16 % (ranking.predicted.columns.dp * ranking.predicted.columns.micro) == 0).all()
-    train = training(ranking, top=5)
+    train = whole_training(ranking, top=5)
     assert train.stages == 3
     by_hand = 0.0
     for size, steps in ((16, 100), (32, 50), (48, 34)):  # 1600 each, in whole steps
@@ -382,9 +383,47 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
             policy=ranking.policy(0),
         )
         columns = columns_of([spec], cluster=ranking.query.cluster, stack="megatron")
-        by_hand += steps * float(estimate(columns, ranking.query.entry.coefficients).step_s[0])
+        by_hand += steps * float(predictions(columns, ranking.query.entry).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
-    assert train.total_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
+    assert train.work_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "full", "ramp", "tokens"),
+    [
+        ("bloom-176b", "pp12 dp4 tp8", 2048, Ramp(start=192, increment=16, samples=9_765_625), 366),
+        ("gpt-3-175b", "pp12 dp4 tp8", 1536, Ramp(start=16, increment=16, samples=5_859_375), 300),
+    ],
+)
+def test_a_ramp_takes_what_its_steps_take_one_by_one(
+    model: str, layout: str, full: int, ramp: Ramp, tokens: int
+) -> None:
+    batch = Batch(seq_len=2048, global_batch=full, micro_batch=1, ramp=ramp)
+    request = PlanRequest(
+        model=model, cluster="jean-zay", gpus=384, seq_len=2048, global_batch=full, ramp=ramp,
+        layout=layout, micro_batch=1, policy={"recompute": "full", "sharding": "zero1"},
+        tokens=tokens * 10**9, lost=0.0, top=1,
+    )  # fmt: skip
+    (row,) = plan(request).ranked
+    query, _ = resolved(request)
+    sizes = [size for size, _ in batch.stages()]
+    specs = [
+        RunSpec(
+            model=query.model, gpus=384, layout=row.layout, policy=row.policy,
+            batch=Batch(seq_len=2048, global_batch=size, micro_batch=1),
+        )
+        for size in sizes
+    ]  # fmt: skip
+    columns = columns_of(specs, cluster=query.cluster, stack=query.stack)
+    seconds = dict(zip(sizes, predictions(columns, query.entry).step_s.tolist(), strict=True))
+    left, step, by_hand = tokens * 10**9 / 2048, 0, 0.0
+    while left > 0:
+        size = batch.global_batch_at(step)
+        by_hand += seconds[size] * min(1.0, left / size)
+        left -= size
+        step += 1
+    assert row.training_s == pytest.approx(by_hand, rel=1e-3)
+    assert by_hand > 1.002 * tokens * 10**9 / 2048 / full * seconds[full]  # small steps cost more
 
 
 def test_explain_names_broken_rules_and_legal_neighbours() -> None:

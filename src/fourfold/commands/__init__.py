@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 GROUPS = {
     "plan": {
         "plan": "find the fastest layout for a model on these GPUs, and whether it fits",
+        "calendar": "days, GPU-hours, cost and energy of a whole training, with chances",
         "serve": "plan in a browser, and watch runs and trainings live",
         "mcp": "answer coding agents: plan, predict, explain and check as tools over MCP",
         "predict": "predict seconds, memory and fit for a table of runs",

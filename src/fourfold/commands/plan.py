@@ -17,10 +17,12 @@ from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import plan as shown
+from fourfold.show.calendar import calendar_page
 from fourfold.show.explain import explain_page, front_page, largest_page
 from fourfold.show.machines import stacks_page
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.schedule_picture import SUFFIXES, picture
+from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.requests import PlanRequest, decided
 
 EXAMPLES = """\
@@ -36,6 +38,7 @@ examples:
 OPTIONS = (
     *options.run_options(),
     *options.of(PlanRequest),
+    *options.of(CalendarRequest, "deadline", "budget", "chance", rare=True),
     option("--front", "the fastest layouts for less memory or GPUs", choices=("memory", "gpus")),
     option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
@@ -69,6 +72,9 @@ def run(args: Any, show: OnEvent) -> Output:
     if args.largest:
         found = fourfold.largest(request, args.largest, on_event=show)
         return Output.of(found, lambda: largest_page(found))
+    if args.deadline is not None or args.budget is not None:
+        dated = fourfold.calendar(options.load(CalendarRequest, args, plan=request), on_event=show)
+        return Output.of(dated, lambda: calendar_page(dated), status=int(dated.best is None))
     if args.explain:
         return _explain(args, request, show)
     for name in ("timeline", "operations"):

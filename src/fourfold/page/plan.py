@@ -14,7 +14,7 @@ from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.command import plan_command
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
-from fourfold.search.plan_answer import plain
+from fourfold.search.plan_answer import TRAINING, plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
 from fourfold.spec.cluster import Cluster
@@ -125,7 +125,7 @@ def _beside(one: Exported | NotExported) -> dict[str, Any]:
 def _compared(row: PlanRow) -> dict[str, Any]:
     """What engines and numbers of GPUs are compared by."""
     names = ("micro_batch", "step_s", "step_s_low", "step_s_high", "peak_bytes", "fit_chance",
-             "tflops_gpu", "mfu_pct", "gpu_hours", "training_s", "cost")  # fmt: skip
+             "tflops_gpu", "mfu_pct", *TRAINING)  # fmt: skip
     policy = {"sharding": row.policy.sharding, "recompute": row.policy.recompute}
     return {"name": str(row)} | policy | {name: getattr(row, name) for name in names}
 
@@ -192,10 +192,12 @@ def _training(
     best = answer.best
     if best is None or best.training_s is None:
         return
-    slow, quick = best.step_s_high / best.step_s, best.step_s_low / best.step_s
+    ends = best.training_s_low or 0.0, best.training_s_high or 0.0
+    quick, slow = (end / best.training_s for end in ends)
     days = best.training_s / 86400.0
     took = f"{days:.3g} days (80%: {days * quick:.3g} to {days * slow:.3g})"
-    lost = f", {100 * request.lost:.3g}% of them lost to restarts" if request.lost else ""
+    share = answer.training["lost_share"]
+    lost = f", {100 * share:.1f}% of them not in steps: restarts, checkpoints, slow hosts"
     tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
     yield "Training", f"{tokens}, {counted(answer.training['steps'], 'step')}: {took}{lost}"
     hours = best.gpu_hours

@@ -147,7 +147,7 @@ class Views:
         if best["training_s"] is None:
             raise UserError("needs the tokens of the training", field="days")
         takes, late = best["training_s"] / 86400.0, best["training_s"] / 86400.0 > days
-        slow = takes * best["step_s_high"] / best["step_s"]
+        slow = best["training_s_high"] / 86400.0
         need = math.ceil(data["gpus"] * takes / days / data["host_gpus"]) * data["host_gpus"]
         said = (
             f"{takes:.3g} days are more than the {days:g} there are: at this speed per GPU it "

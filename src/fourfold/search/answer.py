@@ -1,22 +1,21 @@
 """Makes the planner's answer to a ranking: rows in full, ties, what would reverse it, and why there
-is none; and what a whole training takes over a batch ramp-up and the rest of the tokens."""
+is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import provenance, why_wide
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
 from fourfold.cost.power import mean_power_w
 from fourfold.cost.predict import predictions
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import crosses
 from fourfold.search.alternatives import (
     alternative,
@@ -36,6 +35,7 @@ from fourfold.search.listed import only
 from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
+from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.spec.supported import remarks
@@ -54,57 +54,11 @@ EXPOSED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Per candidate: `ramp_s` over the ramp's stages, `total_s` over all tokens with the time that
-    is lost (0: not asked)."""
-
-    ramp_s: Floats
-    total_s: Floats
-    steps: int
-    stages: int
-
-
-def training(ranking: Ranking, *, top: int) -> Training:
-    """Time of the best `top` candidates; a ramp longer than the tokens is cut where they end."""
-    batch, tokens = ranking.query.batch, ranking.query.tokens
-    count = min(top, len(ranking))
-    left = None if tokens is None else tokens / batch.seq_len
-    ramp_s = np.zeros(count)
-    ramp_sequences = steps = 0
-    sizes = [stage for stage in batch.stages() if stage[1]]
-    for size, whole in sizes:
-        sequences = size * whole
-        taken = sequences if left is None else min(sequences, max(0.0, left - ramp_sequences))
-        step_s = _at_size(ranking, size, count)
-        ramp_s += step_s * taken / size
-        ramp_sequences += int(taken)
-        steps += round(taken / size)
-    total_s = np.zeros(count)
-    if left is not None:
-        rest = max(0.0, left - ramp_sequences) / batch.global_batch
-        total_s = (ramp_s + rest * ranking.step_s[:count]) / (1.0 - ranking.query.lost)
-        steps += round(rest)
-    return Training(ramp_s, total_s, steps, len(sizes))
-
-
-def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
-    """Step seconds at another global batch; a rank with less than a micro batch runs that."""
-    points = {name: column[:count] for name, column in ranking.points.items()}
-    share = -(-size // (points["replicate"] * points["shard"]))
-    points = points | {
-        "micro_batch": np.minimum(points["micro_batch"], share),
-        "global_batch": size,
-    }
-    columns = ranking.query.columns(points)
-    entry = ranking.query.entry
-    return estimate(columns, entry.coefficients).step_s
-
-
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
-    query, train = ranking.query, training(ranking, top=top)
-    count = min(top, len(ranking))
+    query, count = ranking.query, min(top, len(ranking))
+    train = whole_training(ranking, top=top)
+    rows = tuple(_row(ranking, train, i) for i in range(count))
     return PlanAnswer(
         **_asked(query),
         candidates=ranking.grid.looked_at,
@@ -117,7 +71,7 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         axes={name: list(values) for name, values in ranking.grid.values.items()},
         refused={str(reason): count for reason, count in ranking.grid.refused.items()},
         flop_rule=query.convention,
-        ranked=tuple(_row(ranking, train, i) for i in range(count)),
+        ranked=rows,
         flips=reversals(ranking)[:3],
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
         faster=faster(ranking),
@@ -126,7 +80,7 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         like=query.like,
         unproven_best=unproven_best(ranking),
         near_miss=near_miss(ranking),
-        training={"ramp_stages": train.stages, "steps": train.steps, "lost_share": query.lost},
+        training=train.facts(rows),
         reason="" if count else _nothing(ranking),
         tried_gpus=tuple({"gpus": gpus, "step_s": s} for gpus, s in (tried or {}).items()),
     )
@@ -170,18 +124,18 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
     }
 
 
-def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
+def _row(ranking: Ranking, train: Whole, i: int) -> PlanRow:
     query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
     tokens_s = query.batch.tokens / step_s / query.gpus
     flops = float(convention(query.convention).count(FlopsQuery.of_spec(ranking.spec(i))).printed)
     causal = float(convention("causal").count(FlopsQuery.of_spec(ranking.spec(i))).printed)
-    total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
-    hours = (total_s or step_s) * query.gpus / 3600.0
-    price = query.cluster.price_per_gpu_hour
     parts = {name: float(part[i]) for name, part in predicted.times.parts.items()}
     power_w = _power_w(query, parts, float(c.peak_low[0] / c.peak[0]), causal * tokens_s)
+    took = train.of_row(i, power_w)
+    hours = (took.get("training_s") or step_s) * query.gpus / 3600.0
+    price = query.cluster.price_per_gpu_hour
     return PlanRow(
         rank=i + 1,
         **_short(ranking, i),
@@ -201,8 +155,8 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         power_w=power_w,
         joule_per_token=power_w / tokens_s,
         gpu_hours=hours,
-        gpu_hours_of="training" if total_s else "step",
-        training_s=total_s or None,
+        gpu_hours_of="training" if took else "step",
+        **took,
         ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
         cost=hours * price if price is not None else None,
         evidence=evidence(query, c),

@@ -14,6 +14,7 @@ from fourfold.spec.policy import Policy
 
 SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule",
                    "virtual_stages", "recompute", "attention")  # fmt: skip
+TRAINING = ("training_s", "training_s_low", "training_s_high", "gpu_hours", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +66,14 @@ class PlanRow(Choice):
     joule_per_token: float
     gpu_hours: float
     gpu_hours_of: str
-    training_s: float | None
     ramp_s: float | None
     cost: float | None
     evidence: dict[str, int]
     outside: tuple[str, ...]
     provenance: str
+    training_s: float | None = None  # with the time beside the steps
+    training_s_low: float | None = None
+    training_s_high: float | None = None
 
     @property
     def surely_fits(self) -> bool:
@@ -88,7 +91,7 @@ class PlanRow(Choice):
             **plain(self.policy),
             **{name: getattr(self, name) for name in numbers},
             **{f"{name}_s": seconds for name, seconds in self.exposed_s.items()},
-            **{name: getattr(self, name) for name in ("training_s", "gpu_hours", "cost")},
+            **{name: getattr(self, name) for name in TRAINING},
             "provenance": self.provenance,
         }
 

@@ -59,7 +59,7 @@ class PlanQuery:
     risk: float = RISK  # of not fitting, that the first choice may have
     like: str = ""  # the measured cluster that it is priced as
     tokens: float | None = None  # of the whole training, where that is known
-    lost: float = 0.0  # of a training's time, 0..1
+    lost: float | None = None  # of a training's time, 0..1; None: what is usual
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
     # hears how far a search is
     on_event: OnEvent = field(default=ignore, compare=False, repr=False)

@@ -121,9 +121,10 @@ def _training(plan: PlanAnswer, row: PlanRow) -> str:
     days = f"{_days(row):.1f} days (80%: {' to '.join(_days_range(row))})"
     cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
     lost = plan.training["lost_share"]
-    share = f", of which {100 * lost:.3g}% are lost time" if lost else ""
+    share = f", of which {100 * lost:.1f}% are not in steps" if lost else ""
+    energy = f", {row.power_w * row.gpu_hours / 1e6:,.0f} MWh"
     steps = counted(plan.training["steps"], "step")
-    return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{cost}{share}"
+    return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{energy}{cost}{share}"
 
 
 def _named(one: Alternative) -> str:
@@ -245,7 +246,7 @@ def _days(row: PlanRow) -> float:
 
 
 def _days_range(row: PlanRow) -> tuple[str, str]:
-    low, high = (_days(row) * s / row.step_s for s in (row.step_s_low, row.step_s_high))
+    low, high = ((s or 0.0) / 86400 for s in (row.training_s_low, row.training_s_high))
     return f"{low:.1f}", f"{high:.1f}"
 
 

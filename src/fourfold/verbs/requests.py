@@ -100,11 +100,11 @@ class PlanRequest:
         "batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True
     )
     tokens: Count | None = flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T")
-    lost: Share = flag(
-        "share of the training's time lost to restarts and checkpoints, such as 10%",
+    lost: Share | None = flag(
+        "share of the training's time that is not in its steps, such as 10% (default: as usual for "
+        "as many GPUs, see 'fourfold calendar')",
         "SHARE",
         rare=True,
-        default=0.0,
     )
     price: float | None = flag("price of a GPU-hour (default: the cluster file's)", "X", rare=True)
     where: tuple[str, ...] = flag(
@@ -133,7 +133,7 @@ class PlanRequest:
                 check.whole(least, most, **{name: value})
         if not 0 <= self.risk <= MOST_RISK:
             raise UserError("must be from 0 to 0.5", field="risk", value=self.risk)
-        if not 0 <= self.lost < 1:
+        if not 0 <= (self.lost or 0.0) < 1:
             raise UserError("must be below 1", field="lost", value=self.lost)
         if self.tokens is not None and not 0 < self.tokens < 1e18:
             raise UserError("must be above 0", field="tokens", value=self.tokens)

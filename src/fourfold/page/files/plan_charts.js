@@ -55,8 +55,9 @@ F.planTiles = (plan) => {
     tile("Layout", best.name, `micro batch ${best.micro_batch}, ${best.policy.sharding}, recompute ${best.policy.recompute}`), tile("Step", F.seconds(best.step_s), `80%: ${F.seconds(best.step_s_low)} to ${F.seconds(best.step_s_high)}`),
     tile("Per GPU", `${F.number(best.tflops_gpu)} TFLOP/s`, `${F.number(best.mfu_pct)}% MFU, ${F.number(best.tokens_s_gpu, 4)} tokens/s`), tile("Memory", F.size(best.peak_bytes), `of ${F.size(plan.memory_bytes)}; ${F.number(Math.round(100 * best.fit_chance))}% chance to fit`),
   ];
-  if (best.training_s) found.push(tile("Training", `${F.number(best.training_s / 86400)} days`, `80%: ${F.number(best.training_s / 86400 * best.step_s_low / best.step_s)} to ${F.number(best.training_s / 86400 * best.step_s_high / best.step_s)}; ${F.number(Math.round(best.gpu_hours))} GPU-hours`));
-  if (best.cost !== null) found.push(tile("Cost, in the price's currency", F.number(Math.round(best.cost)), `80%: ${F.number(Math.round(best.cost * best.step_s_low / best.step_s))} to ${F.number(Math.round(best.cost * best.step_s_high / best.step_s))}`));
+  const of = best.training_s ? "training_s" : "step_s", ends = [best[`${of}_low`] / best[of], best[`${of}_high`] / best[of]];
+  if (best.training_s) found.push(tile("Training", `${F.number(best.training_s / 86400)} days`, `80%: ${F.number(best.training_s_low / 86400)} to ${F.number(best.training_s_high / 86400)}; ${F.number(Math.round(best.gpu_hours))} GPU-hours`));
+  if (best.cost !== null) found.push(tile("Cost, in the price's currency", F.number(Math.round(best.cost)), `80%: ${F.number(Math.round(best.cost * ends[0]))} to ${F.number(Math.round(best.cost * ends[1]))}`));
   return found;
 };
 

@@ -1,0 +1,1 @@
+"""From steps to a training's days: interruptions, checkpoints, spares and slow hosts."""

@@ -1,0 +1,130 @@
+"""`calendar` and `plan --deadline`: one answer from both ends, phases of a file, clear errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fourfold
+from fourfold import CalendarRequest, PlanRequest, TrainingPhase
+from fourfold.cli import main
+from fourfold.errors import UserError
+
+PLAN = PlanRequest(
+    model="llama-3.2-1b", gpu="h100-80gb", seq_len=4096, global_batch=512, stack="torchtitan",
+    tokens=10**12, price=2.0, policy={"recompute": "none"}, layout="pp1 cp1 tp1", micro_batch=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("days", "chance"), [(4.0, 0.8), (9.0, 0.95)])
+def test_a_deadline_and_its_gpus_agree(days: float, chance: float) -> None:
+    """The fewest GPUs end in time with the wanted chance; asked about directly they say the same,
+    the next smaller number does not, and nor does a shorter training say less."""
+    found = fourfold.calendar(CalendarRequest(plan=PLAN, deadline=days, chance=chance))
+    best = found.best
+    assert best is not None
+    assert best.in_time is not None
+    assert best.in_time >= chance
+    smaller = [one for one in found.points if one.gpus < best.gpus and not one.reason]
+    assert smaller
+    assert all((one.in_time or 0.0) < chance for one in smaller)
+
+    fixed = CalendarRequest(plan=replace(PLAN, gpus=best.gpus), deadline=days)
+    assert fourfold.calendar(fixed).best == best
+    planned = fourfold.plan(replace(PLAN, gpus=best.gpus, top=1)).ranked[0]
+    assert (planned.training_s or 0.0) / 86400 == pytest.approx(best.days)
+    assert (planned.training_s_high or 0.0) / 86400 == pytest.approx(best.days_high)
+    assert planned.gpu_hours == pytest.approx(best.gpu_hours)
+    half = CalendarRequest(plan=replace(PLAN, gpus=best.gpus, tokens=10**12 // 2), deadline=days)
+    assert (fourfold.calendar(half).points[0].in_time or 0.0) > best.in_time
+
+
+def test_a_budget_is_kept_and_may_be_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    found = fourfold.calendar(CalendarRequest(plan=PLAN, budget=40_000, chance=0.7))
+    assert found.best is not None
+    assert (found.best.in_budget or 0.0) >= 0.7
+    others = [one for one in found.points if (one.in_budget or 0.0) >= 0.7]
+    assert found.best.days == min(one.days for one in others)
+    asked = ["--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--seq-len", "4096", "--tokens", "1T",
+             "--global-batch", "512", "--price", "2", "--stack", "torchtitan", "--tp", "1",
+             "--pp", "1", "--cp", "1", "--micro-batch", "4"]  # fmt: skip
+    assert main(["plan", *asked, "--deadline", "9d", "--budget", "1k"]) == 1
+    said = capsys.readouterr().out
+    assert "No number of GPUs trains 1.00T tokens" in said
+    assert "9 days and a budget of 1,000" in said
+
+
+def test_phases_of_a_file_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "training.toml"
+    file.write_text(
+        'model = "llama-3.2-1b"\ngpus = 64\ngpu = "h100-80gb"\nprice = 2.0\n'
+        'stack = "megatron"\nlayout = "pp1 cp1 tp1"\n'
+        "[batch]\nseq_len = 4096\nglobal_batch = 512\n"
+        '[[phases]]\ntokens = "900B"\nramp = "128,128,512000"\n'
+        '[[phases]]\ntokens = "100B"\nseq_len = 16384\nglobal_batch = 128\n'
+        '[assumptions]\ndetect_s = "2min"\nspare_hosts = 2\n'
+    )
+    assert main(["calendar", str(file), "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (point,) = answer["points"]
+    assert answer["tokens"] == 10**12
+    assert len(point["layouts"]) == len(point["step_s"]) == 2
+    assert answer["assumptions"]["detect_s"]["value"] == 120.0
+    assert point["spare_hosts"] == 2
+    assert sum(point["shares"].values()) == pytest.approx(1.0)
+    alone = [
+        fourfold.calendar(
+            CalendarRequest(
+                plan=PlanRequest(
+                    model="llama-3.2-1b", gpu="h100-80gb", gpus=64, seq_len=4096, global_batch=512,
+                    stack="megatron", layout="pp1 cp1 tp1",
+                ),
+                phases=(phase,),
+                assumptions={"detect_s": 120, "spare_hosts": 2},
+            )
+        ).points[0]
+        for phase in (
+            TrainingPhase(tokens=900 * 10**9),
+            TrainingPhase(tokens=100 * 10**9, seq_len=16384, global_batch=128),
+        )
+    ]  # fmt: skip
+    assert point["days"] > sum(one.days for one in alone)  # small batches of the ramp cost more
+    assert point["days"] == pytest.approx(sum(one.days for one in alone), rel=0.01)
+
+    assert main(["calendar", str(file)]) == 0
+    page = capsys.readouterr().out
+    assert "where the time goes" in page
+    assert "assumed: detect_s=120" in page
+    assert max(map(len, page.splitlines())) <= 140
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "1T"], "gpus is required"),
+        (["--gpus", "64"], "--tokens is required"),
+        (["--tokens", "1T", "--deadline", "soon"], "--deadline"),
+        (["--tokens", "1T", "--deadline", "0d"], "--deadline 0.0 must be above 0"),
+        (["--tokens", "1T", "--budget", "5M"], "price is required with a budget"),
+        (["--tokens", "1T", "--gpus", "64", "--assume", "detect"], "must be NAME=VALUE"),
+        (["--tokens", "1T", "--gpus", "64", "--assume", "detcet_s=1"], "unknown assumption"),
+        (["--tokens", "1T", "--gpus", "63"], "--gpus 63"),
+    ],
+)
+def test_a_bad_question_is_an_error(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--seq-len", "4096"]
+    assert main(["calendar", *base, "--global-batch", "512", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_assumptions_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calendar", "--assume", "list"]) == 0
+    page = capsys.readouterr().out
+    assert "466 in 54 days" in page
+    with pytest.raises(UserError, match="detect_s"):
+        CalendarRequest(plan=PLAN, assumptions={"detect_s": -1}).assumed()
