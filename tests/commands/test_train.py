@@ -240,7 +240,7 @@ def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_pat
 
     monkeypatch.setattr(command, "run_job", fails)
     said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
-    assert "a line of the curve can't be read, and kept in" in said
+    assert "1 line of the curve can't be read, and kept in" in said
     assert [one.step for one in curve.parse(folder.metrics).points] == [3, 4, 5]
     aside = tmp_path / "metrics.jsonl.unreadable"
     assert aside.read_bytes() == content.split(b"\n")[0] + b"\n"

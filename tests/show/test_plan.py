@@ -54,14 +54,14 @@ def test_where_nothing_fits_the_page_says_what_needs_least() -> None:
     answer = fourfold.plan(replace(SMALL, model="llama-3.1-70b", gpus=2))
     text = said(answer)
     assert answer.best is None
-    assert "no layout fits: what needs least (" in text
-    assert "of 80 GiB on its fullest rank; use more GPUs" in text
+    assert "No layout fits: the smallest (" in text
+    assert "GiB on its fullest GPU, which has 80; use more GPUs" in text
     assert "intervals" not in text
 
 
 def test_what_conditions_exclude_is_counted_in_ways_to_run_it() -> None:
     answer = fourfold.plan(replace(SMALL, where=("step_s < 1e-6",)))
-    assert answer.reason == f"--where excludes all {answer.fitting:,} configurations that fit"
+    assert answer.reason == f"no layout is left: --where excludes all {answer.fitting:,} that fit"
 
 
 @pytest.mark.parametrize("gpus", [0, -1, 2**20 + 1])

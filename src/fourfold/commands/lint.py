@@ -14,6 +14,7 @@ from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.table import Grid, Part
+from fourfold.units import counted
 
 EXAMPLES = """\
 examples:
@@ -48,4 +49,4 @@ def _page(answer: Any, *, several: bool) -> list[Part]:
         for path, item in answer.findings
     ]  # fmt: skip
     table = Grid(["where", "rule", "value", "expected", "repair"], rows)
-    return [table, "", f"{len(rows)} findings; {answer.checked}"]
+    return [table, "", f"{counted(len(rows), 'finding')}; {answer.checked}"]

@@ -14,6 +14,7 @@ from fourfold.errors import UserError
 from fourfold.result.job import Beat, RankFailure, failure_file, log_file
 from fourfold.result.report import Failure, Outcome
 from fourfold.spec import codec
+from fourfold.units import counted
 
 T = TypeVar("T")
 # Errors that only say that somebody else is gone: consequences, not causes.
@@ -164,7 +165,7 @@ def silent(scene: JobScene, waited_s: float, limit: str) -> Failure:
     """After a time limit: the first rank that did not arrive where the others wait."""
     rank, how = missing_rank(scene)
     others = len(scene.beats) - 1
-    waiting = f"; {others} other ranks are waiting" if others > 0 else ""
+    waiting = f"; {counted(others, 'other rank')} waiting" if others > 0 else ""
     message = f"no progress for {waited_s:.0f} s ({limit}); {scene.place(rank)} {how}{waiting}"
     return scene.failure(rank, message)
 

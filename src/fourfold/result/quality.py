@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.result.timing import timing
+from fourfold.units import counted
 
 # Known work before and after the steps may differ by this much on a healthy machine.
 _PROBE_CHANGE = 0.05
@@ -38,7 +39,7 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"{retries} allocator retries in the window")
     recompiles = sum(rank.recompiles for rank in report.ranks)
     if recompiles:
-        doubts.append(f"{recompiles} recompiles in the window")
+        doubts.append(f"{counted(recompiles, 'recompile')} in the window")
     if report.warmup is not None and report.warmup.still_drifts:
         doubts.append(f"still warming up: {report.warmup.words}")
     doubts += _probe_flags(report)
@@ -51,7 +52,8 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"{lost} of {len(timed)} timed steps were skipped (fp16 overflow)")
     known = timing(timed)
     if known is not None and known.dropped:
-        doubts.append(f"the first {known.dropped} timed steps were slower and are excluded")
+        slow = "step was" if known.dropped == 1 else f"{known.dropped} steps were"
+        doubts.append(f"the first {slow} slower and left out")
     if known is not None and known.high_s > 1.2 * known.low_s:
         doubts.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
     return doubts

@@ -223,10 +223,10 @@ def _nothing(ranking: Ranking) -> str:
         why = _rule_in_words(query, counts[0][1]) if counts else ""
         return f"no legal layout among {grid.looked_at:,}; rejected by: {rules}{why}"
     if not ranking.fitting:
-        least, gib = _least(ranking), query.cluster.device.memory_bytes / 2**30
-        rule = f"{least} of {gib:.0f} GiB on its fullest rank"
+        gib = query.cluster.device.memory_bytes / 2**30
+        rule = f"{_least(ranking)} GiB on its fullest GPU, which has {gib:.0f}"
         return f"no layout fits: {rule}; use more GPUs, a smaller model or a shorter sequence"
-    return f"--where excludes all {ranking.fitting:,} configurations that fit"
+    return f"no layout is left: --where excludes all {ranking.fitting:,} that fit"
 
 
 def _least(ranking: Ranking) -> str:
@@ -240,7 +240,7 @@ def _least(ranking: Ranking) -> str:
     micro_batch = int(points["micro_batch"][0])
     one = Choice(layout=chosen_layout(points, 0), policy=policy, micro_batch=micro_batch)
     named = f"{one}, micro batch {micro_batch}, {policy.sharding}, recompute {policy.recompute}"
-    return f"what needs least ({named}) needs about {peak_bytes[best] / 2**30:.0f}"
+    return f"the smallest ({named}) needs about {peak_bytes[best] / 2**30:.0f}"
 
 
 def _rule_in_words(query: PlanQuery, reason: str) -> str:

@@ -83,12 +83,14 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
     memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
     unproven = " (including unmeasured features)" if answer.with_unproven else ""
     slower = 100 * (row.step_s / best.step_s - 1)
+    against = f"{slower:+.1f}% against the first choice, {best} micro batch {best.micro_batch}"
+    place = f"place {answer.rank:,} of {counted(answer.of or 0, 'layout')}"
+    tie = f" (within {answer.tie_width_pct:.1f}% is a tie)"
     return [
         f"{row}, micro batch {row.micro_batch}, {row.policy.sharding}, recompute "
-        f"{row.policy.recompute}: the best of {answer.ways:,} variants",
-        f"{interval_s(row)}, place {answer.rank:,} of {answer.of:,} layouts{unproven}; "
-        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {slower:+.1f}% against the first choice, {best} "
-        f"micro batch {best.micro_batch} (a tie under {answer.tie_width_pct:.1f}%)",
+        f"{row.policy.recompute}: the best of {counted(answer.ways or 0, 'variant')}",
+        f"{interval_s(row)}, {place}{unproven}; "
+        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {'the first choice' if row == best else against + tie}",
         *approximated(answer.remarks),
         "",
         Grid(["part", "s", "best s", "difference"], parts),
@@ -107,7 +109,7 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
 
 def front_page(front: Front) -> list[Part]:
     if not front.points:
-        return [f"No layout to rank: {front.asked.reason}"]
+        return [f"{front.asked.reason[:1].upper()}{front.asked.reason[1:]}"]
     first, last = front.points[0], front.points[-1]
     what = {
         "memory": "the fastest layouts for less and less memory",

@@ -9,7 +9,7 @@ from fourfold.result.profile import HardwareProfile, hosts_of, link_of
 from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec import catalog
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
-from fourfold.units import show_bytes, show_seconds
+from fourfold.units import counted, show_bytes, show_seconds
 
 # A quiet machine has half of this.
 _UNSTEADY = 0.2
@@ -59,8 +59,8 @@ def cluster_page(cluster: Cluster) -> list[Part]:
     )
     price = cluster.price_per_gpu_hour
     about = (
-        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in {cluster.hosts:,} "
-        f"{'host' if cluster.hosts == 1 else 'hosts'} of {cluster.host_gpus}"
+        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in "
+        f"{counted(cluster.hosts, 'host')} of {cluster.host_gpus}"
     )
     about += f"; {price:g} a GPU-hour" if price is not None else ""
     return [levels, "", about, *([cluster.source] if cluster.source else [])]

@@ -18,7 +18,7 @@ REMARKS, COLUMNS = 5, 100
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
-        return [f"No layout to rank: {plan.reason}", "", _about(plan), *searched(plan)]
+        return [f"{plan.reason[:1].upper()}{plan.reason[1:]}", "", _about(plan), *searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
     shown: list[Part] = [_sentence(plan, plan.best), "", layouts, "", *_engines(plan)]
     remarks = list(_remarks(plan))
@@ -30,8 +30,10 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
 
 def _about(plan: PlanAnswer) -> str:
     hosts = counted(-(-plan.gpus // plan.host_gpus), "host")
+    machines = f"{plan.gpus} x {plan.gpu}"
+    named = "" if plan.cluster == machines else f"{plan.cluster}: "
     return (
-        f"{plan.model} ({plan.params / 1e9:.1f}B) on {plan.cluster}: {plan.gpus} x {plan.gpu} "
+        f"{plan.model} ({plan.params / 1e9:.1f}B) on {named}{machines} "
         f"({hosts}), {plan.global_batch} sequences of {plan.seq_len} tokens per step, "
         f"{plan.precision}"
     )

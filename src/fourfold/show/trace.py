@@ -58,13 +58,12 @@ def _teraflops(pair: ComparedStep) -> str:
 
 
 def _verdict(measured: TraceMeasure) -> list[str]:
-    ranks = "1 rank" if measured.ranks == 1 else f"{measured.ranks} ranks"
-    where = f"{ranks} on {measured.device}, torch {measured.torch}"
+    where = f"{counted(measured.ranks, 'rank')} on {measured.device}, torch {measured.torch}"
     lines = [*(f"differs: {one}" for one in measured.wrong)]
-    state = f"{len(measured.wrong)} differences" if measured.wrong else "all equal"
+    state = counted(len(measured.wrong), "difference") if measured.wrong else "all equal"
     what = (
-        f"{measured.checked:,} tensors checked for shape and bytes, every step for bytes held and "
-        "sent"
+        f"{counted(measured.checked, 'tensor')} checked for shape and bytes, every step for bytes "
+        "held and sent"
         if measured.checked
         else "bytes sent forward and backward checked on every rank"
     )

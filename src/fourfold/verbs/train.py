@@ -256,7 +256,7 @@ def _shown(
     read = curve.parse(folder.metrics)
     newest = folder.newest()
     if read.bad:
-        lines = "a line" if len(read.bad) == 1 else f"{len(read.bad)} lines"
+        lines = counted(len(read.bad), "line")
         on_event(Event(f"left out {lines} of {folder.metrics} that can't be read"))
     for name, error in checkpoints.torn(folder.checkpoints):
         on_event(Event(f"passed over {name}: {error.rule}"))

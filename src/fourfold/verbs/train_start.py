@@ -145,7 +145,7 @@ def prepared(
         return start
     cut = curve.cut(folder.metrics, start.step)
     if cut.unreadable:
-        lines = "a line" if cut.unreadable == 1 else f"{cut.unreadable} lines"
+        lines = counted(cut.unreadable, "line")
         on_event(Event(f"{lines} of the curve can't be read, and kept in {cut.aside}"))
     again = f"; {cut.steps} later steps are done again" if cut.steps else ""
     on_event(Event(f"continuing after step {start.step}{again}"))
