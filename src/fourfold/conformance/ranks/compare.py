@@ -74,6 +74,7 @@ def who(kinds: list[str], every: set[str]) -> str:
         "the experts": {*EXPERTS},
         "the shared experts": {"sgate", "sup", "sdown"},
         "the router": {"router"},
+        "the routers' state": {*ROUTER_STATE},
         "embedding and head": {"embed", "head"},
         "the embedding": {"embed"},
         "the norms": {name for name in every if "norm" in name},

@@ -22,8 +22,24 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class _WideProduct(torch.autograd.Function):
+    """Keeps tokens as they came: a wide copy would be as large as two layers' residuals."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BSD, weight_ED)
+        return F.linear(_wide(x_BSD), _wide(weight_ED))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_weight = grad.t() @ _wide(x).flatten(0, -2)
+        return (grads[0] @ _wide(weight)).to(x.dtype), grad_weight.to(weight.dtype)
+
+
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(_wide(x), _wide(weight))
+    return _WideProduct.apply(x, weight)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -140,13 +140,23 @@ def gpu_kernels() -> Iterator[None]:
     """Inside, fused kernels of GPUs stand for what the CPU would do in pieces. torch normalises on
     a GPU by one kernel, which keeps its input and one number a token; on a CPU the same call is a
     dozen operators, two of which keep the whole input again in fp32. For dry runs, which have
-    shapes and no values."""
-    original = F.rms_norm
+    shapes and no values. A GPU's attention takes values that are narrower than keys, a CPU's would
+    make all scores."""
+    original, attention = F.rms_norm, F.scaled_dot_product_attention
 
     def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
         if weight is None:
             return original(x, shape, weight, eps)
         return _RmsNorm.apply(x, weight)
 
-    with compat.patched(F, "rms_norm", rms_norm):
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        if q.shape[-1] == v.shape[-1] or "attn_mask" in how:
+            return attention(q, k, v, **how)
+        fused = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return fused(q, k, v, None, True, 0.0, how.get("is_causal", False))[0]
+
+    with (
+        compat.patched(F, "rms_norm", rms_norm),
+        compat.patched(F, "scaled_dot_product_attention", attend),
+    ):
         yield

@@ -44,12 +44,11 @@ def name_of(answers: Answers, recipe: Recipe, device: torch.device) -> list[str]
     truth, spec = answers.truth, answers.spec
     grads, spread = _assembled((pieces["grad"] for pieces in answers.pieces), truth.grads)
     params, spread_after = _assembled((pieces["param"] for pieces in answers.pieces), truth.params)
-    for words, guess in _guesses(spec):
-        one = replace(recipe, steps=1)
-        like = train_alone(replace(spec, seed=truth.seed), one, device, guess)
-        if _is_like(answers.findings[0], grads, like):
+    first, once = answers.findings[0], replace(recipe, steps=1)
+    right = _is_like(first, grads, truth)  # then something goes wrong after the first step
+    for words, guess in () if right else _guesses(spec):
+        if _is_like(first, grads, train_alone(spec, once, device, guess)):
             return [f"as if {words}"]
-    first = answers.findings[0]
     layers = sorted({layer for one in answers.findings for layer in one.counts[0]})
     balance = zip(*(one.balance for one in answers.findings), strict=True)
     got = {
