@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.fit.calibration import own_entry
+from fourfold.cost.fit.calibration import gpu_entry
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.run import device_facts, priced_attention
 from fourfold.cost.step.estimate import estimate
@@ -197,7 +197,7 @@ def test_our_engine_on_one_h200_is_predicted_at_every_length() -> None:
     """Runs that nothing was fitted on, of 2,048 to 131,072 tokens."""
     cluster = known_cluster(str(H200 / "one-h200.toml"))
     rows = report_rows(str(H200 / "table"), cluster, lambda _: None)
-    entry = own_entry("fourfold", "h200")
+    entry = gpu_entry("fourfold", "h200")
     assert entry is not None
     error = estimate(rows.columns, entry.coefficients).step_s / rows.step_s - 1.0
     assert np.median(np.abs(error)) < 0.02

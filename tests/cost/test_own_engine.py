@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from fourfold.cost.fit.calibration import own_entry, shipped
+from fourfold.cost.fit.calibration import gpu_entry, shipped
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.ends import update
 from fourfold.cost.ops.layer import decoder_layer, weights
@@ -53,7 +53,7 @@ def test_stored_runs_are_predicted_within_five_percent():
 
 
 def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
-    own = own_entry("fourfold", "h200")
+    own = gpu_entry("fourfold", "h200")
     assert own is not None
     entry, why = entry_for(shipped(), "fourfold", H200)
     assert (entry, why) == (own, "")
@@ -63,7 +63,7 @@ def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
     assert many.coefficients["net"] != own.coefficients["net"] or many.cluster != own.cluster
     other, _ = entry_for(shipped(), "megatron-lm-2025", H200)
     assert other.coefficients["flash"] != own.coefficients["flash"]
-    assert own_entry("fourfold", "a100-80gb") is None
+    assert gpu_entry("fourfold", "a100-80gb") is None
 
 
 def moved(ops, phase: str, *kinds: str) -> float:
@@ -95,7 +95,7 @@ def test_a_biased_model_reads_its_gradients_once_more():
 
 def test_compiled_layers_keep_less_and_fp8_ones_least():
     specs = [run(compile=False), run(), run(compute_dtype="fp8")]
-    peaks = memory(columns(*specs), own_entry("fourfold", "h200").coefficients).worst_bytes
+    peaks = memory(columns(*specs), gpu_entry("fourfold", "h200").coefficients).worst_bytes
     ffn, hidden = 2 * 8192 * 14336 * 32, 2 * 8192 * 4096 * 32
     assert peaks[0] - peaks[1] > 0.9 * ffn  # the gate's own activation, and logits in fp32
     assert peaks[1] - peaks[2] == pytest.approx(ffn + 2 * hidden, rel=0.1)
@@ -106,7 +106,7 @@ def test_a_lean_loss_pays_only_where_it_is_compiled():
     eager = [run("mpt-125m", micro=8, batch=32, compile=False, loss=x) for x in ("torch", "lean")]
     compiled = [run("mpt-125m", micro=8, batch=32, loss=x) for x in ("torch", "lean")]
     seconds = estimate(
-        columns(*eager, *compiled), own_entry("fourfold", "h200").coefficients
+        columns(*eager, *compiled), gpu_entry("fourfold", "h200").coefficients
     ).step_s
     assert seconds[1] > 1.2 * seconds[0]
     assert seconds[3] <= seconds[2]
@@ -114,7 +114,7 @@ def test_a_lean_loss_pays_only_where_it_is_compiled():
 
 def test_fp8_by_its_compute_format_is_priced():
     both = columns(run(precision="bf16-pure"), run(precision="bf16-pure", compute_dtype="fp8"))
-    seconds = estimate(both, own_entry("fourfold", "h200").coefficients).step_s
+    seconds = estimate(both, gpu_entry("fourfold", "h200").coefficients).step_s
     assert 0.7 < seconds[1] / seconds[0] < 0.9
 
 

@@ -211,7 +211,7 @@ def test_a_stated_network_is_believed_whatever_the_cluster() -> None:
 
 def test_without_sequence_parallelism_outputs_travel_in_parts() -> None:
     coef = defaults() | {"micro_s": 0.0, "latency_s": 0.0, "call_s": 0.0}
-    c = run(3, sp=[1, 0, 0], own=[0, 0, 1], vpp=1)
+    c = run(3, sp=[1, 0, 0], fsdp2=[0, 0, 1], vpp=1)
     parts, mixed, whole = ends_s(c, coef, np.ones(3))[2]
     assert whole == pytest.approx(8 * parts)
     assert parts < mixed < 0.7 * whole  # gradients go whole

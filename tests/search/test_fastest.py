@@ -16,7 +16,7 @@ from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
-    OWN_FRAGMENTS,
+    FSDP2_FRAGMENTS,
     REFUSED,
     SURE,
     fit_chance,
@@ -101,7 +101,7 @@ def whole(query: PlanQuery) -> Pool:
     points["fits"] = peak < limit
     points["chance"] = fit_chance(c, entry)
     lean = lean_coefficients(entry)
-    half = np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS)
+    half = np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS)
     wasteless = memory(c, lean).worst_bytes * entry.coefficients["room"] / lean["room"]
     points["close"] = (peak >= limit) & (np.minimum(peak, wasteless) * np.exp(-half) < limit)
     points["unproven"] = np.zeros(len(c), dtype=bool)

@@ -91,7 +91,7 @@ class Columns:
     grad_bytes: Annotated[Floats, 4]  # bytes of one gradient element on the wire
     acc_bytes: Annotated[Floats, 4]  # bytes of one gradient element held in memory
     opt_bytes: Annotated[Floats, 12]  # optimizer's of a parameter (fp32 master, two moments)
-    own: Annotated[Floats, 0]  # 1: tensors are counted one by one (memory/moments.py)
+    fsdp2: Annotated[Floats, 0]  # 1: torch's FSDP2, whose tensors memory/moments.py counts
     reserved: Annotated[Floats, 1]  # bytes reserved and printed against tensors', with FSDP
     autocast: Annotated[Floats, 0]  # 1: without FSDP, weights are cast for each use
     selective_share: Annotated[Floats, 1]  # of what a layer keeps under "selective"
@@ -113,7 +113,7 @@ class Columns:
     split_loss: Annotated[Floats, 1]  # 1: logits and loss are divided over tp, 0: gathered whole
     loss_chunks: Annotated[Floats, 1]  # parts of the tokens whose logits exist at a time
     lean_loss: Annotated[Floats, 0]  # 1: logits' gradient takes their place
-    own_kernels: Annotated[Floats, 0]  # 1: our engine, compiled: passes are counted
+    our_kernels: Annotated[Floats, 0]  # 1: our engine, compiled: passes are counted
     compiled: Annotated[Floats, 0]  # 1: layers are, by torch.compile
     compiled_loss: Annotated[Floats, 0]  # 1: and the loss: no logits in fp32
     # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with

@@ -115,7 +115,7 @@ _RUNNING = np.array(
 def stack_facts(usual: StackDefaults) -> dict[str, float]:
     """What an engine does whatever a spec says."""
     return {
-        "own": float(usual.counted),
+        "fsdp2": float(usual.counted),
         "reserved": usual.reserved,
         "autocast": float(usual.autocast),
         "selective_share": usual.selective_share,
@@ -166,7 +166,7 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
         "fused_host": 2.0 if policy.cuda_graph else float(usual.compiled or policy.compile),
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
-        "own_kernels": float(policy.compile and is_ours),
+        "our_kernels": float(policy.compile and is_ours),
         "eager": float(is_eager(usual, compiled=policy.compile)),
         "compiled": float(usual.compiled or policy.compile),
         "compiled_loss": float(usual.compiles_loss and policy.compile),

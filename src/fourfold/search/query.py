@@ -11,7 +11,7 @@ from typing import Any
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.fit.calibration import Calibration, FittedStack, own_entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
 from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, with_experts, year_of
@@ -169,7 +169,7 @@ def entry_for(
     entry, why = calibration.entry(stack, like, generation_of(cluster.device))
     if like != cluster.name and not why:
         entry = replace(entry, basis="near")
-    own = own_entry(stack, cluster.device.id) if why else None
+    own = gpu_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""
     elif own is not None:  # its kernels are known, its links are not

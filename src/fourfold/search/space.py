@@ -16,7 +16,7 @@ from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
-    OWN_FRAGMENTS,
+    FSDP2_FRAGMENTS,
     REFUSED,
     SURE,
     fit_chance,
@@ -119,7 +119,7 @@ def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     usual = peaks(table, entry.coefficients)
     # Counted tensors are the same whatever an engine wastes.
     least = usual if counted else peaks(table, lean)
-    half = OWN_FRAGMENTS if counted else FRAGMENTS
+    half = FSDP2_FRAGMENTS if counted else FRAGMENTS
     # Fragments at their best, and of a lean engine more of the device (memory/peak.fit_chance).
     reach = limit * np.exp(half)
     lean_reach = reach * lean["room"] / entry.coefficients["room"]

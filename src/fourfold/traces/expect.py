@@ -174,7 +174,7 @@ def _over_memory(run: Run, rates: Rates, c: Columns) -> dict[str, float]:
     assert spec is not None
     one, ours = np.ones_like(c.compiled), run.value("engine") == "fourfold" and spec.policy.compile
     compiled = replace(
-        c, compiled=one, eager=0.0 * one, own_kernels=ours * one, lean_loss=ours * one
+        c, compiled=one, eager=0.0 * one, our_kernels=ours * one, lean_loss=ours * one
     )
     rates = Rates(compiled, rates.coef)
     layer = [

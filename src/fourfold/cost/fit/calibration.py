@@ -281,7 +281,7 @@ def shipped() -> Calibration:
     return replace(plain, routed=tuple(filled))
 
 
-def own_entry(stack: str, device: str) -> FittedStack | None:
+def gpu_entry(stack: str, device: str) -> FittedStack | None:
     """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
     known = _of_package("own.json").entries
     return next((e for e in known if (e.stack, e.cluster) == (stack, f"1 x {device}")), None)

@@ -263,7 +263,7 @@ def _alone(now: _Pass, loss: Floats) -> tuple[Floats, tuple[Floats, Floats, Floa
     coming = np.where(second & (a != g), a + g, a)
     stays = np.where(second, g - a, 0.0) if later else a
     # Compiled, the update reads gradients of a single micro batch as they are.
-    single = np.where(c.own_kernels > 0, a, p)
+    single = np.where(c.our_kernels > 0, a, p)
     update = np.where(now.micros < 2, single, p if later else before + stays) - before - lent
     kept, stays_less = keeps.base + keeps.own, stays - lent
     in_loss = kept + stage.last * now.layer.whole + loss

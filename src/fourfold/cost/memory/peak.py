@@ -33,7 +33,7 @@ Params = tuple[Floats, Floats]
 USABLE = 0.988
 # Half width (log) that no fit removes: 8 of 10 held-out runs of bloom are within 7.5%. Of our own
 # engine tensors are counted, and allocators still differ.
-FRAGMENTS, OWN_FRAGMENTS = 0.08, 0.05
+FRAGMENTS, FSDP2_FRAGMENTS = 0.08, 0.05
 REFUSED, SURE = 0.1, 0.9  # chances of fitting below and above which a verdict is called sure
 
 
@@ -97,15 +97,17 @@ def saved_input_bytes(c: Columns) -> Floats:
 
 def memory(c: Columns, coef: Coefficients) -> Memory:
     """Peak bytes of every run's first, last and fullest stage."""
-    if np.all(c.own > 0) and len(c):
-        return _own(c, coef)
+    if np.all(c.fsdp2 > 0) and len(c):
+        return _fsdp2(c, coef)
     fitted = _fitted(c, coef)
-    if not np.any(c.own > 0):
+    if not np.any(c.fsdp2 > 0):
         return fitted
-    return fitted.combined(lambda theirs, ours: np.where(c.own > 0, ours, theirs), _own(c, coef))
+    return fitted.combined(
+        lambda theirs, ours: np.where(c.fsdp2 > 0, ours, theirs), _fsdp2(c, coef)
+    )
 
 
-def _own(c: Columns, coef: Coefficients) -> Memory:
+def _fsdp2(c: Columns, coef: Coefficients) -> Memory:
     """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
     totals, kinds = _own_stages(c, coef)
     worst = np.maximum.reduce(np.broadcast_arrays(*totals))
@@ -235,9 +237,9 @@ def memory_bounds(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
     """(low, high) bytes of the fullest stage: every coefficient at the ends of its 80% range, the
     effects added as independent ones, with what an allocator's fragments always add or save."""
     worst = memory(c, entry.coefficients).worst_bytes
-    always = np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS)
+    always = np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS)
     effect = np.zeros((1, len(c)))
-    if not np.all(c.own > 0):
+    if not np.all(c.fsdp2 > 0):
         moved = memory(c, moved_coefficients(entry, moves(entry, "memory"))).worst_bytes
         effect = np.log(moved / worst)
     half = np.sqrt((effect**2).sum(axis=0) / 2.0 + always**2)
@@ -267,7 +269,7 @@ def fit_chance(c: Columns, entry: FittedStack) -> Floats:
     worst = memory(c, entry.coefficients).worst_bytes
     low, high = memory_bounds(c, entry)
     limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
-    least = memory(c, lean).worst_bytes * np.exp(-np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS))
+    least = memory(c, lean).worst_bytes * np.exp(-np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS))
     # Less memory, and more of the device.
     least = np.minimum(low, least * limit / limit_bytes(c, lean))
     below, above = np.log(worst / least), np.log(high / worst)

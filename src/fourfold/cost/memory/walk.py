@@ -29,7 +29,7 @@ class LayerBytes:
 
 def kept_bytes(c: Columns, ops: Iterable[Op], coef: Coefficients) -> Floats:
     """Of one layer and micro batch: tensors as they are counted, or by an engine's habits."""
-    if np.all(c.own > 0):
+    if np.all(c.fsdp2 > 0):
         return _counted(c, ops)
     habits = {"": 1.0, **{name: coef[name] for name in ("kept_hidden", "gathered")}}
     kept = (op.keeps * op.share * habits[op.habit] for op in ops)

@@ -36,8 +36,8 @@ def head(c: Columns, micro: Floats) -> list[Op]:
     Layers that predict further tokens have logits of their own."""
     s, wide = Sizes(c, micro), np.ceil(c.vocab / c.tp) * (1.0 + c.mtp)
     twice = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), 1.0, 0.0)
-    exact = np.where(c.own_kernels + c.lean_loss > 0, 1.0, 0.0)
-    counted = np.where(c.own_kernels > 0, 3.0 * c.act_bytes, _EAGER_LEAN_BYTES)
+    exact = np.where(c.our_kernels + c.lean_loss > 0, 1.0, 0.0)
+    counted = np.where(c.our_kernels > 0, 3.0 * c.act_bytes, _EAGER_LEAN_BYTES)
     moved = s.tokens * wide * np.where(exact > 0, counted, 9.6)
     return [
         *norm(c, s, "final_norm"),
@@ -53,8 +53,8 @@ def handover(c: Columns, micro: Floats) -> list[Op]:
     whole = micro * c.seq / c.cp * c.hidden * c.act_bytes
     alone = np.where(c.vpp > 1, SENT_ALONE, 1.0)
     times = np.where(c.pp > 1, c.vpp, 0.0)
-    parts = np.where(c.own > 0, c.split, c.tp)
-    gathers = np.where((c.own < 1) & (c.sp < 1), times, 0.0)
+    parts = np.where(c.fsdp2 > 0, c.split, c.tp)
+    gathers = np.where((c.fsdp2 < 1) & (c.sp < 1), times, 0.0)
     send = partial(Op, name="stage, send", kind="send", axis="pp", times=times)
     return [
         send(bytes=whole / parts * alone),
@@ -100,7 +100,7 @@ def update(c: Columns, params: Floats, counted_params: Floats, whose: str = "") 
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
-    ours = c.own_kernels > 0
+    ours = c.our_kernels > 0
     shards = np.where(c.zero >= 1, reduced_ranks(c, whose)[1], 1.0)
     moved = np.where(ours, each * counted_params, c.update_traffic * params) / shards
     mine = counted_params / shards

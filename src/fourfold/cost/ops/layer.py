@@ -127,7 +127,7 @@ def block_input(c: Columns, s: Sizes) -> Floats:
     """What a block's first product keeps: the norm's output, of which our engine has the gathered
     one instead."""
     kept = s.tokens * s.between * c.saved_bytes
-    return np.where(s.made_again | ((c.own > 0) & s.parted), 0.0, kept)
+    return np.where(s.made_again | ((c.fsdp2 > 0) & s.parted), 0.0, kept)
 
 
 def cast_input(c: Columns, s: Sizes) -> Floats:
@@ -142,7 +142,7 @@ def activated(c: Columns, s: Sizes) -> Floats:
 def _casting(c: Columns, s: Sizes, outs: Floats, ins: Floats) -> Floats:
     """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32: its gradient,
     the matrix, then, the input's gradient made, its own gradient again and the input."""
-    plain = (c.own > 0) & (c.precision == _FP8) & (c.compiled < 1)
+    plain = (c.fsdp2 > 0) & (c.precision == _FP8) & (c.compiled < 1)
     if not plain.any():
         return NONE
     grad, matrix, given = s.tokens * outs, outs * ins, s.tokens * ins
@@ -210,13 +210,13 @@ def _passes(
     there = usual * s.passes
     back = 2.0 * there
     if s.is_counted:
-        ours, bytes_moved = c.own_kernels > 0, counted()
+        ours, bytes_moved = c.our_kernels > 0, counted()
         there, back = (
             np.where(ours, own, other)
             for own, other in zip(bytes_moved, (there, back), strict=True)
         )
-    yield Op(name=name, kind=kind, bytes=there, counted=c.own_kernels, **fields)
-    yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=c.own_kernels)
+    yield Op(name=name, kind=kind, bytes=there, counted=c.our_kernels, **fields)
+    yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=c.our_kernels)
 
 
 def core(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -233,7 +233,7 @@ def _attended(c: Columns, s: Sizes) -> Floats:
     """Projections and output; ours also turned queries and keys, since values are a view of the
     fused projection, which lives as long as they do; keys of other ranks; row sums."""
     usual = s.each * (s.qkv + s.width) + np.where(c.attn_ckpt > 0, 0.0, scores(c, s))
-    if not np.any(c.own > 0):
+    if not np.any(c.fsdp2 > 0):
         return usual
     q, kv, shared = s.each * s.width, s.each * s.kv, c.cp > 1
     projected = np.where((c.fused_qkv > 0) | (c.rope < 1), q + 2.0 * kv, kv)
@@ -246,7 +246,7 @@ def _attended(c: Columns, s: Sizes) -> Floats:
     pairs = np.where(c.attention == _UNFUSED, s.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
     made = np.where(c.attn_ckpt > 0, 0.0, sums + 2.0 * c.act_bytes * pairs)
     bias = c.alibi * c.heads / c.tp * (c.seq / c.cp) ** 2 * c.act_bytes
-    return np.where(c.own > 0, keys + q + made + bias, usual)
+    return np.where(c.fsdp2 > 0, keys + q + made + bias, usual)
 
 
 def scores(c: Columns, s: Sizes) -> Floats:

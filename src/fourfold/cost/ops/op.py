@@ -76,16 +76,16 @@ class Sizes:
         self.parted = (c.sp > 0) & (c.tp > 1)  # sequences, between blocks
         # Gathering along the sequence needs a second copy of more than one.
         self.copied = np.where(self.parted & (micro > 1), self.message, 0.0)
-        self.is_counted = bool(np.any(c.own_kernels > 0))  # of any run: passes of our own kernels
+        self.is_counted = bool(np.any(c.our_kernels > 0))  # of any run: passes of our own kernels
         self.passes = np.where(c.eager > 0, EAGER, 1.0)
         rest = 1.0 - c.full_ckpt
         self.all_again = c.full_ckpt
         # Torch stops where a backward pass has all it needs: before the last product.
-        self.last_again = c.full_ckpt * np.where(c.own > 0, 0.0, 1.0)
+        self.last_again = c.full_ckpt * np.where(c.fsdp2 > 0, 0.0, 1.0)
         self.core_again = c.full_ckpt + rest * c.attn_ckpt
         self.norm_again = c.full_ckpt + rest * c.norm_ckpt  # norms and the activation
         self.up_again = c.full_ckpt + rest * c.mlp_ckpt
         # Outputs of norms and of the activation are made again, not kept; a compiler does so where
         # it fuses them with casts to fp8.
-        fuses = (c.own > 0) & (c.compiled > 0) & (c.precision == _FP8) & (c.tp == 1)
+        fuses = (c.fsdp2 > 0) & (c.compiled > 0) & (c.precision == _FP8) & (c.tp == 1)
         self.made_again = (c.norm_ckpt > 0) | fuses

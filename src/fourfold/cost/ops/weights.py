@@ -29,10 +29,10 @@ def casts(c: Columns, s: Sizes) -> Iterator[Op]:
     usual = values * low * (4.0 + 2.0 * c.block_scale)
     ins = s.tokens * (2.0 * c.hidden + s.width + s.ffn)
     outs = s.tokens * (s.qkv + 2.0 * c.hidden + s.wide)
-    fp8, ours = np.where(c.precision == _FP8, 1.0, 0.0), c.own_kernels > 0
+    fp8, ours = np.where(c.precision == _FP8, 1.0, 0.0), c.our_kernels > 0
     there = fp8 * 5.0 * (ins + c.rank_layer_weights)
     back = fp8 * (3.0 * (ins + c.rank_layer_weights) + 6.0 * outs)
-    cast = partial(Op, name="casts", kind="cast", counted=c.own_kernels)
+    cast = partial(Op, name="casts", kind="cast", counted=c.our_kernels)
     yield cast(bytes=np.where(ours, there, usual), again=s.norm_again)
     yield cast(phase="inputs", bytes=np.where(ours, back, 2.0 * usual))
 
@@ -62,4 +62,4 @@ def _added_bytes(c: Columns, params: Floats) -> Floats:
     micros = c.micros
     share = np.where(c.is_alone, (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
     counted = params * (c.act_bytes + 2.0 * c.acc_bytes) * share
-    return np.where(c.own_kernels > 0, counted, 10.0 * params)
+    return np.where(c.our_kernels > 0, counted, 10.0 * params)

@@ -18,7 +18,9 @@ from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "ep_comm",
                "fsdp_comm", "host")  # fmt: skip
 PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
-_OWN_FIXED = 0.1  # of what other engines do once per step: logging, clipping, waiting for a number
+_FSDP2_FIXED = (
+    0.1  # of what other engines do once per step: logging, clipping, waiting for a number
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def stage_times(
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
     """Compiled torch engines have almost no overhead of the host once per step."""
-    return coef["fixed_s"] * np.where((c.own > 0) & (c.compiled > 0), _OWN_FIXED, 1.0)
+    return coef["fixed_s"] * np.where((c.fsdp2 > 0) & (c.compiled > 0), _FSDP2_FIXED, 1.0)
 
 
 def waiting_s(
