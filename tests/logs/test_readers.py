@@ -250,13 +250,14 @@ def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
     assert not found["unread_lines"]
 
 
-def test_torchtitan_without_its_configuration_lacks_only_the_precision(tmp_path: Path) -> None:
-    found = one(tmp_path, written.titan([2000, 6600, 6650, 6640], config=False))
-    assert found.missing == ("precision",)
-    assert (
-        one(tmp_path, written.titan([9, 6600, 6650], config=False), precision="bf16")["status"]
-        == "ok"
-    )
+def test_torchtitan_without_its_configuration_has_the_precision_that_fsdp_applies(
+    tmp_path: Path,
+) -> None:
+    text = written.titan([2000, 6600, 6650, 6640], config=False)
+    assert (one(tmp_path, text)["precision"], one(tmp_path, text)["status"]) == ("bf16", "ok")
+    assert one(tmp_path, text, precision="fp32")["precision"] == "fp32"
+    copies = text.replace("dp_replicate=1, dp_shard=8", "dp_replicate=8, dp_shard=1")
+    assert one(tmp_path, copies).missing == ("precision",)
 
 
 def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None:

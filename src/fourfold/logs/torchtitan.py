@@ -252,7 +252,8 @@ def facts_of(facts: Flat) -> Flat:
     facts["seq_len"] = facts.get("seq_len") or facts.get("_max_len", "")
     facts["act_ckpt"] = _recompute(facts)
     facts["attention"] = "flash"
-    facts["precision"] = facts.get("_products") or facts.get("precision", "")
+    usual = "bf16" if (shard or 1) > 1 else ""  # its default, which FSDP applies
+    facts["precision"] = facts.get("_products") or facts.get("precision") or usual
     facts["sequence_parallel"] = str(int((size["tp"] or 1) > 1))
     return {name: value for name, value in facts.items() if not name.startswith("_") and value}
 

@@ -100,8 +100,9 @@ def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
     shown_parts = list(parts)
     texts = [part for part in shown_parts if isinstance(part, str) and part]
     grid = next((part for part in shown_parts if isinstance(part, Grid)), None)
-    # What would change the order has a place of its own.
-    return texts[0], grid, [text for text in texts[1:] if not text.startswith("sensitivity: ")]
+    # What would change the order, and the engines, have places of their own.
+    apart = ("sensitivity: ", shown.BEST_OF_EACH)
+    return texts[0], grid, [text for text in texts[1:] if not text.startswith(apart)]
 
 
 def _exported(one: Exported | NotExported) -> dict[str, Any]:
@@ -228,6 +229,9 @@ def words_of(row: PlanRow) -> list[tuple[str, str]]:
         (f"micro batch {row.micro_batch}",
          f"sequences that a rank computes at once: {row.micro_batch}"),
     ]  # fmt: skip
+    if policy.virtual_stages > 1:
+        parts = f"each pipeline rank has {policy.virtual_stages} separate parts of the layers"
+        said.insert(1, (f"v{policy.virtual_stages}", f"virtual stages: {parts}"))
     by_name = zip(SHARDINGS, _SHARDED, strict=True)
     sharding = next((text for name, text in by_name if name in policy.sharding), "")
     recompute = _RECOMPUTE.get(policy.recompute, "parts of the layers are computed again")

@@ -45,7 +45,8 @@ def page(plain: dict[str, Any], convention: str) -> list[Part]:
         f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "
         f"{plain['global_batch']} x {plain['seq_len']} tokens, {plain['precision']}{data}"
     )
-    stored = f"{plain['device']}, torch {plain['torch']}; stored in {plain['folder']}"
+    torch = f", torch {plain['torch']}" if plain["torch"] else ""  # illegal runs need none
+    stored = f"{plain['device']}{torch}; stored in {plain['folder']}"
     oom = oom_page(plain.get("post_mortem", {}))
     return [head, "", quantities(_rows(plain, convention)), *oom, "", stored]
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 REMARKS, COLUMNS = 5, 100
+BEST_OF_EACH = "The best of each engine"
 
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
@@ -44,7 +45,7 @@ def _engines(plan: PlanAnswer) -> Iterable[Part]:
     best = [(one, one.row) for one in plan.engines if one.row is not None]
     if not best:
         return
-    yield "The best of each engine (--stack NAME lists more, --export NAME writes its settings):"
+    yield f"{BEST_OF_EACH} (--stack NAME lists more, --export NAME writes its settings):"
     days = any(row.training_s for _, row in best)
     heads = ["engine", "layout", "micro", "sharding", "recompute", "s/step", "s 80%", "fits"]
     rows = [
