@@ -21,6 +21,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.stacks import STACKS, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.page.plan import plan_data
+from fourfold.result.report import Prediction
 from fourfold.search import export as exports
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
@@ -124,11 +125,16 @@ def require_one_price(seed: int, folder: Path) -> int:
     for i in range(len(ranking)):
         (alone,) = predict([ranking.spec(i)], cluster=cluster, stack=stack)
         if year_of(stack) is not None or stack == "fourfold":
-            assert alone == ranking.predicted.one(i), (seed, stack, ranking.spec(i))
+            assert bare(alone) == ranking.predicted.one(i), (seed, stack, ranking.spec(i))
     require_equal_doors(spec, stack, cluster)
     if year_of(stack) is not None:
         require_equal_row(spec, stack, cluster, folder)
     return len(ranking)
+
+
+def bare(one: Prediction) -> Prediction:
+    """Seconds and bytes, without what is said of them once they are priced."""
+    return replace(one, provenance="", fit_chance=None)
 
 
 def require_equal_doors(spec: RunSpec, stack: str, cluster: Cluster) -> None:
@@ -161,6 +167,7 @@ def require_equal_doors(spec: RunSpec, stack: str, cluster: Cluster) -> None:
     assert (row.step_s, row.peak_bytes) == price
     shown = plan_data(answer, request)["rows"][0]
     assert (shown["step_s"], shown["peak_bytes"]) == price
+    assert fourfold.predict(run, stack, cluster=cluster).fit_chance == best.fit_chance
     for one in (
         fourfold.predict(run, stack, cluster=cluster),
         Predictor(cluster=cluster, stack=stack).predictions([run])[0],
@@ -187,7 +194,7 @@ def require_equal_export(request: PlanRequest, run: RunSpec, stack: str, cluster
             seconds = f"{row.step_s_low:.3g} to {row.step_s_high:.3g} s per step"
             gib = f"{row.peak_bytes_low / 2**30:.0f} to {row.peak_bytes_high / 2**30:.0f} GiB"
             fits = f"{100 * row.fit_chance:.0f}% chance to fit"
-            assert f"predicted as {stack}: {seconds}; {fits}: {gib}" in exported.script
+            assert f": {seconds}; {fits}: {gib}" in exported.script
 
 
 def same_rules(one: str, other: str) -> bool:
@@ -230,11 +237,12 @@ def test_every_door_says_the_same_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_door_says_the_same_about_500_runs(tmp_path: Path) -> None:
-    rows = [require_one_price(seed, tmp_path) for seed in range(500)]
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_every_door_says_the_same_about_500_runs(tmp_path: Path, first: int) -> None:
+    rows = [require_one_price(seed, tmp_path) for seed in range(first, first + 50)]
     # The grid holds one of several names of a run (zero1 over one rank is zero0): some have none.
-    assert sum(count > 0 for count in rows) >= 450
-    assert sum(rows) >= 1200
+    assert sum(count > 0 for count in rows) >= 40
+    assert sum(rows) >= 100
 
 
 def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> None:
@@ -252,7 +260,7 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         assert len(ranking) >= 8
         specs = [ranking.spec(i) for i in range(len(ranking))]
         alone = predict(specs, cluster=machine, stack=stack, release=release)
-        assert alone == [ranking.predicted.one(i) for i in range(len(ranking))]
+        assert [*map(bare, alone)] == [ranking.predicted.one(i) for i in range(len(ranking))]
 
 
 @pytest.fixture(scope="module")
