@@ -81,7 +81,8 @@ def test_console_blocks_are_real(words: list[str], shown: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         main(words)
-    printed = (err.getvalue() + out.getvalue()).rstrip("\n").splitlines()
+    lines = (err.getvalue() + out.getvalue()).rstrip("\n").splitlines()
+    printed = [line for line in lines if not line.startswith("searching ")]  # of a slow machine
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line.rstrip()) + "\n"
         for line in shown
