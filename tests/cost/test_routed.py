@@ -20,6 +20,8 @@ from fourfold.cost.step.tokens import copies
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import usual_cluster
+from fourfold.search.routed import beyond
+from fourfold.show.plan import page
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.plan import plan
@@ -109,7 +111,8 @@ def test_every_dispatcher_is_priced_and_local_ranks_send_nothing() -> None:
 
 
 ROW = {
-    "row_id": "a", "stack": "megatron-bridge-26.02", "hardware": "gb200", "n_layers": "61",
+    "row_id": "a", "stack": "megatron-bridge-26.02", "hardware": "gb200",
+    "cluster": "nvidia-gb200", "n_layers": "61",
     "d_model": "7168", "n_heads": "128", "n_kv_heads": "128", "d_ff": "18432", "vocab": "129280",
     "seq_len": "4096", "n_gpus": "256", "tp": "1", "pp": "4", "mbs": "1", "gbs": "4096",
     "head_dim": "192", "q_lora_rank": "1536", "kv_lora_rank": "512", "qk_rope_dim": "64",
@@ -127,7 +130,7 @@ def test_a_row_says_where_its_experts_lie(tmp_path) -> None:
     rows = parse(read_table(tmp_path / "rows.csv"))
     assert rows.usable.tolist() == [True, False]
     assert "ep x etp does not divide" in rows.reasons[1]
-    assert rows.stack[0] == "megatron-bridge with experts"
+    assert (rows.stack[0], rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
     c = rows.columns
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
     total = float((c.layers * (c.layer_weights + c.expert_weights))[0]) + 2 * 129280 * 7168
@@ -143,11 +146,25 @@ def test_runs_with_experts_teach_no_others() -> None:
     assert with_all.coefficients == blend(known.entries, **where).coefficients
 
 
-def test_a_plan_places_experts() -> None:
+def test_tokens_beyond_a_capacity() -> None:
+    """Of log-normal shares; sampled, the same."""
+    draws = np.random.default_rng(0).lognormal(-np.log(2) / 2, np.sqrt(np.log(2)), 400_000)
+    for factor in (1.0, 1.5, 2.0):
+        assert beyond(factor, 1.0) == pytest.approx(np.maximum(0, draws - factor).mean(), abs=0.004)
+    assert beyond(1.25, 0.0) == 0.0
+
+
+def test_a_plan_places_experts_and_says_what_routing_does() -> None:
     asked = {"model": "mixtral-8x7b", "gpu": "h100-80gb", "gpus": 16, "seq_len": 4096,
              "global_batch": 64, "stack": "megatron"}  # fmt: skip
-    first = plan(PlanRequest(**asked)).ranked[0]
-    held = plan(PlanRequest(**asked, layout="pp1 tp1 ep4")).ranked
-    assert first.step_s <= min(row.step_s for row in held)
-    assert {row.layout.ep for row in held} == {4}
-    assert {row.layout.tp for row in held} == {1}
+    found = plan(PlanRequest(**asked, layout="pp1 tp1 ep4", capacity=True))
+    first, routing = found.ranked[0], found.routed
+    assert routing is not None
+    assert routing.forced_s < routing.natural_s == pytest.approx(first.step_s, rel=1e-9)
+    assert routing.natural_range_s[1] > first.step_s_high > first.step_s
+    seconds = [one.step_s for one in routing.capacities]
+    assert seconds == sorted(seconds)
+    assert routing.capacities[-1].dropped == 0.0 < routing.capacities[0].dropped
+    assert "routing: forced even" in "\n".join(map(str, page(found, details=True)))
+    assert {(row.layout.ep, row.layout.tp) for row in found.ranked} == {(4, 1)}
+    assert plan(PlanRequest(**asked)).ranked[0].step_s <= first.step_s

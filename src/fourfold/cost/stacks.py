@@ -92,6 +92,7 @@ class StackDefaults:
     selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
+    reports_last: bool = False  # ... or the last rank's
     dispatcher: str = "alltoall"  # of experts on other ranks, where a policy leaves it open
     tests_vocab: int = 0  # of the tests that an engine publishes, where they do not say
     graphs_experts: bool = False  # parts of layers with experts are CUDA graphs
@@ -179,6 +180,12 @@ def with_experts(stack: str) -> str:
     """What runs with experts are calibrated as: layers with experts are another program. Releases
     of an engine have few of them each, and differ by less than layouts do: they are one."""
     return family_of(stack) + _EXPERTS
+
+
+def site_of(cluster: str) -> str:
+    """'nvidia-gb200' -> 'nvidia': where runs with experts were measured. Machines of one site share
+    what is learned of them: each has few models, which differ more than machines do."""
+    return cluster.rpartition("-")[0] or cluster
 
 
 def has_experts(stack: str) -> bool:

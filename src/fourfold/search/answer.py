@@ -29,6 +29,7 @@ from fourfold.search.alternatives import (
 )
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
+from fourfold.search.exposed import EXPOSED, exposed, parts_of
 from fourfold.search.fixes import ways_out
 from fourfold.search.legal import why_not
 from fourfold.search.listed import only
@@ -40,18 +41,6 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.spec.supported import remarks
 from fourfold.units import counted
-
-# Parts of a step as a reader thinks of them: work, and what is paid beside it.
-EXPOSED = {
-    "compute": ("gemm", "attention", "elementwise", "head"),
-    "recompute": ("recompute",),
-    "tp": ("tp_comm",),
-    "cp": ("cp_comm",),
-    "pp": ("pp_comm", "bubble"),
-    "dp": ("dp_comm", "fsdp_comm"),
-    "host": ("host",),
-    "other": ("optimizer", "fixed", "jitter"),
-}
 
 
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:
@@ -131,7 +120,7 @@ def _row(ranking: Ranking, train: Whole, i: int) -> PlanRow:
     tokens_s = query.batch.tokens / step_s / query.gpus
     flops = float(convention(query.convention).count(FlopsQuery.of_spec(ranking.spec(i))).printed)
     causal = float(convention("causal").count(FlopsQuery.of_spec(ranking.spec(i))).printed)
-    parts = {name: float(part[i]) for name, part in predicted.times.parts.items()}
+    parts = parts_of(ranking, i)
     power_w = _power_w(query, parts, float(c.peak_low[0] / c.peak[0]), causal * tokens_s)
     took = train.of_row(i, power_w)
     hours = (took.get("training_s") or step_s) * query.gpus / 3600.0
@@ -144,7 +133,7 @@ def _row(ranking: Ranking, train: Whole, i: int) -> PlanRow:
         step_s_high=float(predicted.high_s[i]),
         closed_form_s=float(ranking.closed_s[i]),
         parts_s=parts,
-        exposed_s={name: sum(parts[part] for part in some) for name, some in EXPOSED.items()},
+        exposed_s=exposed(parts),
         note=_note(ranking, i),
         runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus),
         wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),

@@ -29,6 +29,7 @@ Places = NDArray[np.intp]
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
 )  # fmt: skip
+WIDE_EXPERT = 4096  # below, slices of an expert leave products of no size
 # Rules that read the micro batch, and the one that reads recompute; layouts settle all others.
 _MICRO_RULES = {"micro-divides", "fill", "whole-rounds"}
 
@@ -163,8 +164,8 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
 
 
 def _with_experts(query: PlanQuery, sizes: Ints) -> Ints:
-    """Each layout with every number of ranks that experts can be divided over, and with slices of
-    experts as wide as tensor parallelism or whole, unless asked for."""
+    """Each layout with every number of ranks that experts can be divided over; wide experts also in
+    slices, as many as tensor parallelism has, unless asked for."""
     shape = query.model
     asked_ep, asked_etp = query.fixed.get("ep"), query.fixed.get("etp")
     if shape.moe is None:
@@ -172,7 +173,8 @@ def _with_experts(query: PlanQuery, sizes: Ints) -> Ints:
         return np.column_stack([sizes, np.tile(np.array([both], np.int64), (len(sizes), 1))])
     parts = []
     for ep in [asked_ep] if isinstance(asked_ep, int) else divisors(shape.experts):
-        for etp in [asked_etp] if isinstance(asked_etp, int) else (1, 0):
+        slices_tried = (1, 0) if shape.moe.ffn >= WIDE_EXPERT else (1,)
+        for etp in [asked_etp] if isinstance(asked_etp, int) else slices_tried:
             slices = np.where(etp > 0, etp, sizes[:, 4])
             ranks = sizes[:, 2] * sizes[:, 3] * sizes[:, 4]
             some = (ranks % (ep * slices) == 0) | (asked_ep is not None)

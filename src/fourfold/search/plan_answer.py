@@ -162,6 +162,35 @@ class MeasuredBest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """An expert takes at most `factor` times its even share (0: no limit). `dropped` is the share
+    of tokens beyond that; `overflows` the chance that a rank of a layer exceeds as much in a step,
+    where steps with too many tokens run again instead."""
+
+    factor: float
+    step_s: float
+    peak_bytes: float
+    dropped: float
+    overflows: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Of the first choice. `imbalance`: standard deviation over mean of the experts' tokens, which
+    nobody knows better than by a factor; `fullest`: the fullest rank against the mean."""
+
+    imbalance: float
+    fullest: float
+    forced_s: float
+    forced_range_s: tuple[float, float]
+    natural_s: float
+    natural_range_s: tuple[float, float]
+    rows_per_expert: float
+    remarks: tuple[str, ...]
+    capacities: tuple[Capacity, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
     """The ranking, the first choice first, and what makes it believable; base units. `risk`: of not
     fitting, that the first choice may have; `faster`: the fastest where the first is not it, maybe
@@ -202,6 +231,7 @@ class PlanAnswer:
     risk: float = RISK
     like: str = ""  # the measured cluster that it is priced as
     bf16_gradients: Alternative | None = None
+    routed: Routed | None = None  # of models with experts
     engines: tuple[EngineBest, ...] = ()
     measured: MeasuredBest | None = None  # where the request names runs to compare with
     tried_gpus: tuple[dict[str, Any], ...] = ()
@@ -211,7 +241,8 @@ class PlanAnswer:
         return self.ranked[0] if self.ranked else None
 
     def plain(self) -> dict[str, Any]:
-        return plain(self)
+        found = plain(self)
+        return found if self.routed else {k: v for k, v in found.items() if k != "routed"}
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each ranked layout, a key for every axis, field and number."""

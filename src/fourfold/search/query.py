@@ -14,7 +14,15 @@ from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
-from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, with_experts, year_of
+from fourfold.cost.stacks import (
+    STACKS,
+    has_experts,
+    site_of,
+    stack_defaults,
+    stack_rules,
+    with_experts,
+    year_of,
+)
 from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
@@ -166,7 +174,8 @@ def entry_for(
     model with `experts` or of others."""
     stack = with_experts(stack) if experts else stack
     like = twin(calibration, stack, cluster) or cluster.name
-    entry, why = calibration.entry(stack, like, generation_of(cluster.device))
+    place = site_of(like) if has_experts(stack) else like
+    entry, why = calibration.entry(stack, place, generation_of(cluster.device))
     if like != cluster.name and not why:
         entry = replace(entry, basis="near")
     own = gpu_entry(stack, cluster.device.id) if why else None
@@ -190,9 +199,10 @@ def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
     were measured; '' where there is none, or runs of this very cluster are known."""
     every = (*calibration.entries, *calibration.routed)
     measured = {e.cluster: e.rows_time for e in every if e.stack == stack}
-    alike = () if cluster.name in measured else _alike(cluster)
-    known = [name for name in alike if measured.get(name)]
-    return max(known, key=lambda name: measured[name], default="")
+    place = site_of if has_experts(stack) else str
+    alike = () if place(cluster.name) in measured else _alike(cluster)
+    known = [name for name in alike if measured.get(place(name))]
+    return max(known, key=lambda name: measured[place(name)], default="")
 
 
 @functools.cache

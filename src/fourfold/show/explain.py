@@ -15,9 +15,9 @@ from fourfold.show.plan import (
     interval_s,
     layouts_table,
     page,
-    short_s,
     source,
 )
+from fourfold.show.plan_notes import short_s
 from fourfold.show.table import Grid, Part, or_dash
 from fourfold.units import counted, show_count
 

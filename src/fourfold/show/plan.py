@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fourfold.show.plan_notes import compared, searched
+from fourfold.show.plan_notes import capacities, compared, routing, searched, short_s
 from fourfold.show.table import Column, Grid, Part, table
 from fourfold.units import counted
 
@@ -21,7 +21,8 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
         return [f"{plan.reason[:1].upper()}{plan.reason[1:]}", "", _about(plan), *searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
-    shown: list[Part] = [_sentence(plan, plan.best), "", layouts, "", *_engines(plan)]
+    sentence, beside = _sentence(plan, plan.best), (*_engines(plan), *capacities(plan))
+    shown: list[Part] = [sentence, "", layouts, "", *beside]
     remarks = list(_remarks(plan))
     if not details:
         more = ["more: --details"] if len(remarks) > REMARKS else []
@@ -99,6 +100,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
         yield from [_training(plan, first)] if first.training_s else []
         yield from [compared(plan.measured, first)] if plan.measured else []
         yield from _beside(plan, first)
+    yield from routing(plan)
     yield source(plan)
     if first is not None and first.outside:
         yield f"#1 is outside the measured range: {'; '.join(first.outside)}"
@@ -278,11 +280,3 @@ def _room(column: Column, rows: Sequence[PlanRow]) -> int:
 
 def approximated(remarks: Sequence[str]) -> list[str]:
     return [f"approximated: {'; '.join(remarks)}"] if remarks else []
-
-
-def short_s(seconds: float) -> str:
-    """Three digits are more than any prediction is worth; '-' for nothing."""
-    if abs(seconds) < 5e-4:
-        return "-"
-    digits = 0 if seconds >= 100 else 1 if seconds >= 10 else 2 if seconds >= 0.1 else 3
-    return f"{seconds:.{digits}f}"

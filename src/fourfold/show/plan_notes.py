@@ -1,9 +1,12 @@
-"""Notes of a plan: its first choice beside the best run that was measured; what was searched."""
+"""Notes of a plan: its first choice beside the best run that was measured; what its router makes of
+it; what was searched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from fourfold.show.table import Grid, Part
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import MeasuredBest, PlanAnswer, PlanRow
@@ -40,3 +43,47 @@ def _values(values: list[Any]) -> str:
     if len(values) > 4 and all(isinstance(value, int) for value in values):
         return f"{len(values)} values {values[0]}-{values[-1]}"
     return "/".join(str(value) for value in values)
+
+
+def routing(plan: PlanAnswer) -> Iterable[str]:
+    """Of a model with experts."""
+    one = plan.routed
+    if one is None:
+        return
+    even, natural = (
+        f"{short_s(step_s)} s (80%: {short_s(low)} to {short_s(high)})"
+        for step_s, (low, high) in (
+            (one.forced_s, one.forced_range_s),
+            (one.natural_s, one.natural_range_s),
+        )
+    )
+    yield (
+        f"routing: forced even {even}, natural {natural}: the fullest rank has {one.fullest:.2f} "
+        f"times the mean (--imbalance {one.imbalance:.2g})"
+    )
+    yield "; ".join(one.remarks)
+
+
+def capacities(plan: PlanAnswer) -> list[Part]:
+    if plan.routed is None or not plan.routed.capacities:
+        return []
+    headings = ("capacity", "s/step", "GiB", "tokens dropped", "steps with too many for a rank")
+    rows = [
+        (
+            f"{one.factor:.2f}" if one.factor else "none",
+            short_s(one.step_s),
+            f"{one.peak_bytes / 2**30:.1f}",
+            f"{one.dropped:.1%}",
+            f"{one.overflows:.0%}" if one.factor else "-",
+        )
+        for one in plan.routed.capacities
+    ]
+    return [Grid(headings, rows), ""]
+
+
+def short_s(seconds: float) -> str:
+    """Three digits are more than any prediction is worth; '-' for nothing."""
+    if abs(seconds) < 5e-4:
+        return "-"
+    digits = 0 if seconds >= 100 else 1 if seconds >= 10 else 2 if seconds >= 0.1 else 3
+    return f"{seconds:.{digits}f}"

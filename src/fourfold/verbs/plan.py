@@ -6,15 +6,17 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+from fourfold.cost.experts import imbalance
 from fourfold.cost.schedule import Timeline
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer
 from fourfold.search.compare import best_of
 from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
-from fourfold.search.plan_answer import EngineBest, PlanAnswer
+from fourfold.search.plan_answer import EngineBest, PlanAnswer, Routed
 from fourfold.search.query import PlanQuery, listed
-from fourfold.search.ranking import rank_layouts
+from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.search.routed import routed
 from fourfold.spec.layout import Layout
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import (
@@ -35,9 +37,16 @@ def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
     measured = best_measured(request.measured, query) if request.measured else None
     ranking, tried = best_of(query, counts, least=request.top)
     found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
+    found = replace(found, routed=_routed(request, ranking))
     if request.stack or request.export:
         return found
     return replace(found, engines=_engines(request, found, on_event))
+
+
+def _routed(request: PlanRequest, ranking: Ranking) -> Routed | None:
+    """Natural routing beside forced, whichever the plan is for."""
+    policy = replace(ranking.query.policy, routing="natural")
+    return routed(ranking, imbalance(ranking.query.model, policy), capacity=request.capacity)
 
 
 def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tuple[EngineBest, ...]:

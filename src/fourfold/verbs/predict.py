@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
+from fourfold.cost.stacks import has_experts
 from fourfold.cost.table.predict import FIELDS, Finder, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
 from fourfold.cost.table.reference import read_table
@@ -21,6 +22,7 @@ from fourfold.result.report import Prediction
 from fourfold.search.predict import predict as predict_specs
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.units import counted
@@ -165,6 +167,8 @@ def _finder(known: Calibration, place: Cluster | None) -> Finder:
 
     def find(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
         name = cluster.strip().lower()
+        if has_experts(stack) and place is None:  # a site, not a machine
+            return known.entry(stack, cluster, generation_of(hardware))
         if place is not None:
             machine = place
         elif name in catalog.cluster_names():

@@ -112,6 +112,7 @@ class PlanRequest:
         "CONDITION",
         default=(),
     )
+    capacity: bool = flag("what a capacity of experts would do to #1", rare=True, default=False)
     explore: bool = flag("also rank layouts with never-measured features", rare=True, default=False)
     safe: bool = flag("rank only layouts that certainly fit, if any do", rare=True, default=False)
     risk: Share = flag(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from math import exp, sqrt
@@ -224,10 +225,10 @@ def settled(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
     return completed(tuple(fitted))
 
 
-def to_json(calibration: Calibration) -> str:
-    """The file's text; of coefficients what the other entries do not say."""
+def to_json(calibration: Calibration, of: Callable[[str], bool] = bool) -> str:
+    """The file's text, `of` some stacks; of coefficients what the other entries do not say."""
     entries = []
-    for entry in calibration.entries:
+    for entry in (one for one in calibration.entries if of(one.stack)):
         usual = _of_others(entry, calibration.entries)
         own = {
             name: value

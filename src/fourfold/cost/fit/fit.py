@@ -21,11 +21,14 @@ from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.sample import Places, Sample, joined_samples
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
-from fourfold.cost.stacks import stack_defaults
+from fourfold.cost.stacks import has_experts, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
 
 MOST_TIME, MOST_MEMORY = 6, 3
+# Of runs with experts: each table has few of many kinds, and one set of coefficients for all of
+# Megatron-Bridge explains them to 7%; six free ones of a machine follow its few models instead.
+MOST_ROUTED, ROUTED_TIGHT = 4, 0.4
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
 TIGHT = 0.7  # stacks vary less around similar stacks than around the prior
 STEP_SCALE = 0.04  # an ordinary log residual of time
@@ -117,7 +120,8 @@ def _fit_part(
     free = np.zeros(prior.mean.shape, dtype=bool)
     for g, count in enumerate(lengths):
         away = every.x[g] - prior.mean[g]
-        free[g, telling(away, every.hessian[g], most=min(part.most, count))] = True
+        most = min(part.most, MOST_ROUTED) if has_experts(asked[g].stack) else part.most
+        free[g, telling(away, every.hessian[g], most=min(most, count))] = True
     begin, prior = np.where(free, every.x, prior.mean), replace(prior, free=free)
     found = minimise(residuals, groups, prior, scale=part.scale, begin=begin)
     left = residuals(found.x[groups][None], np.arange(len(groups)))[0]
@@ -147,10 +151,11 @@ def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
     asked = [BY_NAME[name] for name in names]
     mean = np.log([[entry.coefficients[name] for name in names] for entry in entries])
     low, high = np.log([one.low for one in asked]), np.log([one.high for one in asked])
+    tight = [ROUTED_TIGHT if has_experts(entry.stack) else TIGHT for entry in entries]
     known = [[name in states().get(entry.cluster, {}) for name in names] for entry in entries]
     return Prior(
         mean=np.clip(mean, low, high),
-        spread=np.broadcast_to([TIGHT * one.spread for one in asked], mean.shape),
+        spread=np.outer(tight, [one.spread for one in asked]),
         low=np.broadcast_to(low, mean.shape),
         high=np.broadcast_to(high, mean.shape),
         free=~np.array(known),
@@ -192,7 +197,9 @@ def memory_misfit(rows: Sample, groups: Places) -> Misfit:
     """Of printed memory and of whether it ran: a log residual and a hinge, as one number."""
     has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
     measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
-    rank0 = np.array([stack_defaults(stack).reports_rank0 for stack in rows.stack.tolist()])
+    usual = [stack_defaults(stack) for stack in rows.stack.tolist()]
+    rank0 = np.array([one.reports_rank0 for one in usual])
+    final = np.array([one.reports_last for one in usual])
     # Each verdict counts half in total: tables have far more of one kind than of the other.
     ran, oom = (
         np.maximum(1.0, np.bincount(groups, rows.fits == verdict)[groups]) for verdict in (1, 0)
@@ -205,6 +212,7 @@ def memory_misfit(rows: Sample, groups: Places) -> Misfit:
         c, one = rows.columns.take(at), {name: value[..., ::2] for name, value in coef.items()}
         got = memory(c, one)
         printed = np.where(rank0[at], got.first_bytes, got.worst_bytes)
+        printed = np.where(final[at], got.last_bytes, printed)
         size = np.where(has_mem[at], (np.log(printed) - measured[at]) / MEMORY_SCALE, 0.0)
         over = np.log(got.worst_bytes / limit_bytes(c, one)) * side[at] / LABEL_SCALE
         hinge = np.where(has_label[at], weight[at] * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack, Provenance
 from fourfold.cost.fit.ranges import offsets
+from fourfold.cost.stacks import has_experts
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.traffic import crosses
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
@@ -26,6 +27,8 @@ TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 # Half widths (log) at 80%: of measured stacks, in units of their noise, with what few rows leave
 # open (by the root of their number); of a doubling beyond measured ranges.
 MEASURED, FEW_ROWS, PER_DOUBLING = 1.9, 0.1, 0.05
+# Of runs with experts: where their stack was not measured, and where it was (docs/accuracy.md).
+ROUTED_WIDER = (2.2, 1.25)
 # Bytes/s of a node's network where nobody states it: the tenth and the ninetieth percentile of 25
 # to 400 GB/s, even by logarithm.
 SLOW_NET, FAST_NET = 33e9, 303e9
@@ -33,9 +36,10 @@ SLOW_NET, FAST_NET = 33e9, 303e9
 
 def half_width(entry: FittedStack) -> float:
     """Of the interval (log) of a run within what was measured, its network known."""
+    wider = ROUTED_WIDER if has_experts(entry.stack) else (1.0, 1.0)
     if not entry.rows_time:
-        return entry.noise
-    return MEASURED * float(np.hypot(entry.noise, FEW_ROWS / np.sqrt(entry.rows_time)))
+        return wider[0] * entry.noise
+    return wider[1] * MEASURED * float(np.hypot(entry.noise, FEW_ROWS / np.sqrt(entry.rows_time)))
 
 
 def bounds(c: Columns, entry: FittedStack, times: Times) -> tuple[Floats, Floats]:

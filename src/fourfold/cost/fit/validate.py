@@ -62,7 +62,11 @@ def joined_parts(parts: list[RowPredictions], masks: list[Bools], rows: Rows) ->
         chosen[name] = np.full(rows.table.length, False if name == "fits" else np.nan)
         for part, mask in zip(parts, masks, strict=True):
             chosen[name][mask] = getattr(part, name)[mask]
-    return RowPredictions(**chosen, reasons=rows.reasons)
+    rests_on = [""] * rows.table.length
+    for part, mask in zip(parts, masks, strict=True):
+        for i in np.flatnonzero(mask):
+            rests_on[i] = part.provenance[i]
+    return RowPredictions(**chosen, reasons=rows.reasons, provenance=rests_on)
 
 
 def left_out_of(

@@ -9,6 +9,7 @@ from fourfold.cost.columns import Floats
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.cost.experts import BIASED, usual_spread
 from fourfold.cost.stacks import StackDefaults
+from fourfold.cost.table.open_fields import blank
 from fourfold.cost.table.reference import Distinct, Draft, numbers
 
 _FULL_GRAPH, _SOME_GRAPHS = "full_iteration", "transformer_engine"
@@ -79,7 +80,9 @@ def layout(draft: Draft, stack: Distinct[StackDefaults]) -> None:
     _modules(draft)
     graphs = Distinct(table.column("cuda_graph"), str)
     scoped = graphs.array(lambda cell: cell.startswith(_SOME_GRAPHS) and "moe_router" in cell)
-    facts["graphed"] = scoped
+    # A source that names neither dispatcher, graphs nor recompute ran what its engine's recipes do.
+    unsaid &= graphs.mask(lambda cell: cell == "") & blank(table, "act_ckpt")
+    facts["graphed"] = np.where(unsaid, stack.array(lambda s: s.graphs_experts), scoped)
     full = graphs.mask(lambda cell: cell == _FULL_GRAPH)
     facts["fused_host"] = np.where(full, 2.0, facts["fused_host"])
 

@@ -115,9 +115,11 @@ def _answer(
     """Fills in these rows; returns what to say of their networks, and what they rest on."""
     c = rows.columns.take(part)
     found = predictions(c, entry)
-    room, rank0 = found.room, stack_defaults(entry.stack).reports_rank0
+    room, usual = found.room, stack_defaults(entry.stack)
+    printed = room.first_bytes if usual.reports_rank0 else room.worst_bytes
+    printed = room.last_bytes if usual.reports_last else printed
     out["step"][part], out["low"][part], out["high"][part] = found.step_s, found.low_s, found.high_s
-    out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
+    out["mem"][part] = printed / GIB
     out["worst"][part] = room.worst_bytes / GIB
     out["chance"][part] = fit_chance(c, entry)
     away = offsets(c, entry.ranges).values()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts, fabric_facts
-from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults, with_experts
+from fourfold.cost.stacks import StackDefaults, is_known, site_of, stack_defaults, with_experts
 from fourfold.cost.table import experts
 from fourfold.cost.table.check import check_layout, check_values, check_vocab
 from fourfold.cost.table.kernels import attention, choice, kernels
@@ -97,7 +97,7 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
         usable=usable,
         reasons=reasons,
         stack=_stacks(draft),
-        cluster=np.array(table.column("cluster"), dtype=str),
+        cluster=_clusters(draft),
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=measured(table.column("step_s")),
         mem_gb=measured(table.column("mem_gb")),
@@ -108,6 +108,11 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
 def _stacks(draft: Draft) -> NDArray[np.str_]:
     stacks = zip(draft.table.column("stack"), draft.facts["experts"] > 0, strict=True)
     return np.array([with_experts(name) if has else name for name, has in stacks], dtype=str)
+
+
+def _clusters(draft: Draft) -> NDArray[np.str_]:
+    clusters = zip(draft.table.column("cluster"), draft.facts["experts"] > 0, strict=True)
+    return np.array([site_of(name) if has else name for name, has in clusters], dtype=str)
 
 
 def _model(draft: Draft, words: Distinct[NoteWords]) -> None:

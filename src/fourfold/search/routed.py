@@ -1,0 +1,97 @@
+"""What the first choice of a model with experts makes of its router: seconds with even and with
+natural routing side by side, rows per expert, where tokens travel, and what a capacity would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import erf, exp, hypot, log, sqrt
+
+import numpy as np
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.experts import SPREAD
+from fourfold.cost.fit.interval import TWO_SIDED_80
+from fourfold.cost.memory.peak import memory
+from fourfold.cost.predict import predictions
+from fourfold.cost.step.kernels import HALF_ROWS
+from fourfold.cost.step.tokens import copies
+from fourfold.search.plan_answer import Capacity, Routed
+from fourfold.search.ranking import Ranking
+
+FACTORS = (1.0, 1.25, 1.5, 2.0)
+
+
+def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None:
+    """`natural`: the imbalance of natural routing. None: nothing to say."""
+    query = ranking.query
+    if query.model.moe is None or not len(ranking):
+        return None
+    c = query.columns({name: column[:1] for name, column in ranking.points.items()})
+    even, spread = (replace(c, imbalance=np.full(1, x)) for x in (0.0, natural))
+    forced, uneven = (predictions(one, query.entry) for one in (even, spread))
+    step_s, ends = float(uneven.step_s[0]), []
+    for way, end in ((-1.0, uneven.low_s), (1.0, uneven.high_s)):
+        moved = np.full(1, natural * exp(way * TWO_SIDED_80 * SPREAD))
+        other = predictions(replace(c, imbalance=moved), query.entry).step_s
+        half = hypot(log(float(end[0]) / step_s), log(float(other[0]) / step_s))
+        ends.append(step_s * exp(way * half))
+    tokens = float((c.tokens / c.split)[0])
+    rows = tokens * query.model.top_k * float((c.ep * c.etp)[0]) / query.model.experts
+    return Routed(
+        imbalance=natural,
+        fullest=float(np.max(spread.fullest)),
+        forced_s=float(forced.step_s[0]),
+        forced_range_s=(float(forced.low_s[0]), float(forced.high_s[0])),
+        natural_s=step_s,
+        natural_range_s=(ends[0], ends[1]),
+        rows_per_expert=rows,
+        remarks=tuple(_remarks(c, rows)),
+        capacities=_capacities(ranking, spread) if capacity else (),
+    )
+
+
+def _remarks(c: Columns, rows: float) -> list[str]:
+    found = [f"an expert gets {rows:,.0f} rows of a micro batch"]
+    lost = HALF_ROWS / (HALF_ROWS + rows)
+    if lost > 0.2:
+        found[0] += f", where its products lose {lost:.0%} of their rate: more ep or micro batch"
+    ep, domain = int(c.ep[0] * c.etp[0]), int(c.domain[0])
+    far = float(np.max(copies(c)[1]))
+    if ep > domain and far > 0:
+        found.append(f"ep leaves the NVLink domain of {domain}: {far:.1f} copies a token cross")
+    return found
+
+
+def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:
+    entry, experts = ranking.query.entry, ranking.query.model.experts
+    spread, ep = float(c.imbalance[0]), float(c.ep[0])
+    of_rank = spread / sqrt(max(1.0, experts / ep))
+    layers = ranking.query.model.moe_layers
+    found = []
+    for factor in (*FACTORS, 0.0):
+        one = replace(c, dropped_above=np.full(1, factor))
+        below = _normal((factor - 1.0) / of_rank) if factor and of_rank else 1.0
+        found.append(
+            Capacity(
+                factor=factor,
+                step_s=float(predictions(one, entry).step_s[0]),
+                peak_bytes=float(memory(one, entry.coefficients).worst_bytes[0]),
+                dropped=beyond(factor, spread) if factor else 0.0,
+                overflows=1.0 - below ** (ep * layers),
+            )
+        )
+    return tuple(found)
+
+
+def beyond(factor: float, spread: float) -> float:
+    """Share of tokens above `factor` even shares, where shares are log-normal with mean 1: the
+    price of a call option."""
+    if spread <= 0.0:
+        return max(0.0, 1.0 - factor)
+    sigma = sqrt(log(1.0 + spread**2))
+    above = (-log(factor) + sigma**2 / 2.0) / sigma
+    return _normal(above) - factor * _normal(above - sigma)
+
+
+def _normal(z: float) -> float:
+    return 0.5 * (1.0 + erf(z / sqrt(2.0)))
