@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from fourfold.verbs.diagnose import diagnose
     from fourfold.verbs.dryrun import dryrun
+    from fourfold.verbs.exam import ExamRequest, exam
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
     from fourfold.verbs.fit_check import fit_check
@@ -92,6 +93,7 @@ _MODULES = {
     "verbs.collect": "CollectRequest collect",
     "verbs.diagnose": "diagnose",
     "verbs.dryrun": "dryrun",
+    "verbs.exam": "ExamRequest exam",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
     "verbs.fit_check": "fit_check",

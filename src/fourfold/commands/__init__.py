@@ -38,6 +38,7 @@ GROUPS = {
         "collect": "turn logs and tables of other engines into measured rows",
         "fit": "fit the cost model to measured runs, or suggest which runs to measure",
         "score": "score predictions against measured runs",
+        "exam": "let planners predict the same measured runs, and compare them",
     },
     "train": {
         "train": "train a model, or resume on any layout",

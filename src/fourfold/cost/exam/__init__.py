@@ -1,0 +1,1 @@
+"""An exam of planners: tasks without answers, submissions, and their scores."""

@@ -1,0 +1,117 @@
+"""Entrants that sit the exam by themselves: fourfold in two ways, and two baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from fourfold.cost.columns import Floats
+from fourfold.cost.exam.season import Season
+from fourfold.cost.exam.submission import Card, predictions_of
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.validate import others_of
+from fourfold.cost.table.predict import RowPredictions, predict
+from fourfold.cost.table.rows import Rows
+
+# Of the peak: what training of dense models is usually said to reach on A100 and H100.
+USUAL_MFU = 0.40
+# Guides give directions; these sizes are ours. More for each doubling of tensor parallelism in a
+# host, times as much across hosts, less for each doubling of the micro batch up to 8.
+PER_TP_DOUBLING, ACROSS_HOSTS, PER_MICRO_DOUBLING = 0.05, 2.0, 0.05
+STATE_BYTES = 18.0  # bf16 weights, fp32 gradients, fp32 weights and two moments
+LAYER_BYTES = 34.0  # of a layer's activations, times sequence, micro batch and hidden size
+USED_OF_MEMORY = 0.9
+
+
+def as_shipped(season: Season, shipped: Calibration) -> RowPredictions:
+    return predict(season.rows, shipped)
+
+
+def season_left_out(season: Season, shipped: Calibration) -> RowPredictions:
+    """By the calibrations of other engines and machines alone."""
+    others = others_of(shipped.entries, season.rows)
+    return predict(season.rows, replace(shipped, entries=others))
+
+
+def constant_mfu(season: Season, shipped: Calibration) -> RowPredictions:
+    """Six FLOPs per parameter and token at 40% of the peak, whatever the layout."""
+    return predictions_of(_six_n(season.rows) / USUAL_MFU)
+
+
+def rule_of_thumb(season: Season, shipped: Calibration) -> RowPredictions:
+    """What guides say in words, as numbers: recompute costs a third, a pipeline its bubble
+    (stages - 1) / (virtual stages x micro batches), tensor parallelism some percent within a host
+    and twice the time across hosts, a larger micro batch runs faster; memory is states, sharded as
+    ZeRO does, and activations."""
+    c = season.rows.columns
+    stretch = 1.0 + c.full_ckpt / 3.0
+    stretch = stretch * (1.0 + (c.pp - 1.0) / (c.vpp * c.micros))
+    stretch = stretch * (1.0 + PER_TP_DOUBLING * np.log2(c.tp))
+    stretch = np.where(c.tp > c.node, ACROSS_HOSTS, 1.0) * stretch
+    stretch = stretch / (1.0 + PER_MICRO_DOUBLING * np.log2(np.minimum(c.micro, 8.0)))
+    held = _params(season.rows) / (c.tp * c.pp)
+    shards = c.gpus / (c.tp * c.pp * c.cp)
+    weights, moments = (np.where(c.zero >= stage, shards, 1.0) for stage in (3, 1))
+    state = held * ((STATE_BYTES - 12.0) / weights + 12.0 / moments)
+    kept = np.where(c.full_ckpt > 0, 2.0, LAYER_BYTES)
+    layers = c.layers * np.minimum(c.micros, c.pp) / c.pp
+    tokens = c.seq * c.micro / c.cp
+    need = state + kept * tokens * c.hidden * layers / c.tp
+    fits = need < USED_OF_MEMORY * c.capacity
+    return predictions_of(
+        _six_n(season.rows) / USUAL_MFU * stretch,
+        mem_gb=need / 2**30,
+        fit_chance=np.where(fits, 0.95, 0.05),
+    )
+
+
+def _params(rows: Rows) -> Floats:
+    c = rows.columns
+    wide = 2.0 + c.gated
+    attention = 2.0 * c.hidden * c.width * (1.0 + c.kv_heads / c.heads)
+    tables = np.where(c.tied > 0, 1.0, 2.0) * c.vocab * c.hidden
+    return c.layers * (attention + wide * c.hidden * c.ffn) + tables
+
+
+def _six_n(rows: Rows) -> Floats:
+    c = rows.columns
+    return 6.0 * _params(rows) * c.batch * c.seq / (c.gpus * c.peak_low)
+
+
+_OWN = {"by": "this project", "url": "docs/cost-model.md"}
+# Name of the files -> card, answers.
+ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Season, Calibration], RowPredictions]]] = {
+    "fourfold": (
+        {"name": "fourfold, as shipped", "how": "fourfold predict, shipped calibration",
+         "saw": "all rows of this season: open book", **_OWN},
+        as_shipped,
+    ),
+    "fourfold-left-out": (
+        {"name": "fourfold, season left out",
+         "how": "the shipped calibration without the engines and machines of this season",
+         "saw": "no row of it, but for general constants that were fitted to all", **_OWN},
+        season_left_out,
+    ),
+    "constant-mfu": (
+        {"name": "constant MFU", "how": "6 x parameters x tokens at 40% of the peak",
+         "saw": "nothing", "by": "baseline"},
+        constant_mfu,
+    ),
+    "rule-of-thumb": (
+        {"name": "rules of thumb",
+         "how": "40% of the peak; + 1/3 for full recompute, bubble (p - 1) / (v m), 5% for each "
+         "doubling of tp, twice the time across hosts, 5% less for each doubling of the micro "
+         "batch; 18 bytes per parameter and 34 s b h per "
+         "layer (NVIDIA's and torchtitan's guides)",
+         "saw": "nothing", "by": "baseline",
+         "url": "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-guide.html"},
+        rule_of_thumb,
+    ),
+}  # fmt: skip
+
+
+def card_of(name: str, version: str) -> Card:
+    about, _ = ENTRANTS[name]
+    return Card(**{"version": version, **about})

@@ -1,0 +1,177 @@
+"""exam: what planners say of the same runs, against what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold import files
+from fourfold.cost.exam import season as seasons
+from fourfold.cost.exam import submission as submissions
+from fourfold.cost.exam.entrants import ENTRANTS, card_of
+from fourfold.cost.exam.season import Season
+from fourfold.cost.exam.submission import Card
+from fourfold.cost.fit.accuracy import Score, score, timed_rows
+from fourfold.cost.fit.folds import Bools
+from fourfold.cost.table.predict import RowPredictions
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.flag import flag
+from fourfold.spec import codec
+from fourfold.spec.toml import toml_text
+from fourfold.verbs import Answer
+from fourfold.verbs.machine import read_calibration
+
+_FIT = ("fit_pct", "refused_pct", "missed_pct", "unsure_pct")
+_INTERVAL = ("coverage_pct", "width_pct", "interval_score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExamRequest:
+    """`folder` is a season. `check`: one submission, scored alone."""
+
+    folder: str = flag(
+        "season (default exam/season1)", "SEASON", names=("folder",), nargs="?",
+        default="exam/season1",
+    )  # fmt: skip
+    new: tuple[str, ...] = flag(
+        "make a season of these measured tables", "ROWS.csv", nargs="+", default=()
+    )
+    sit: bool = flag("let fourfold and the baselines answer again", default=False)
+    check: str | None = flag("check and score one submission alone", "FILE.csv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """`common`: on the rows that every entrant answered; `own`: on all that this one did, also by
+    source."""
+
+    card: Card
+    declined: int
+    common: Score
+    own: Score
+    by_source: dict[str, Score]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam(Answer):
+    season: str
+    tasks: int
+    timed: int
+    common: int
+    seen: int
+    entrants: tuple[Entrant, ...]
+
+    def plain(self) -> dict[str, Any]:
+        entrants = [
+            {
+                "card": codec.encode(one.card),
+                "declined": one.declined,
+                "common": _plain(one.common),
+                "own": _plain(one.own),
+                "by_source": {name: _plain(part) for name, part in one.by_source.items()},
+            }
+            for one in self.entrants
+        ]
+        names = ("season", "tasks", "timed", "common", "seen")
+        return {name: getattr(self, name) for name in names} | {"entrants": entrants}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"entrant": one.card.name, "saw": one.card.saw, "declined": one.declined}
+            | _plain(one.common)
+            for one in self.entrants
+        ]
+
+
+def _plain(found: Score) -> dict[str, Any]:
+    return {name: None if value != value else value for name, value in asdict(found).items()}
+
+
+def exam(request: ExamRequest, *, on_event: OnEvent = ignore) -> Exam:
+    base = Path(request.folder)
+    if request.new:
+        _make(base, request.new, on_event)
+    season = seasons.read(request.folder)
+    if request.sit or request.new:
+        _sit(base, season, on_event)
+    if request.check is not None:
+        name = Path(request.check).stem
+        card = Card(name=name, by="", version="", how="", saw="not said")
+        return _scored(season, [(card, submissions.read(request.check, season.ids))])
+    found = []
+    for path in sorted((base / "entrants").glob("*.csv")):
+        on_event(Event(f"reading {path.name}", "progress"))
+        card = submissions.read_card(path.with_suffix(".toml"))
+        found.append((card, submissions.read(path, season.ids)))
+    if not found:
+        hint = "'--sit' makes those of fourfold and the baselines"
+        raise UserError("has no entrants", field="folder", value=request.folder, hint=hint)
+    return _scored(season, found)
+
+
+def _make(base: Path, tables: tuple[str, ...], on_event: OnEvent) -> None:
+    if (base / "tasks.csv").exists():
+        hint = "name a new folder: entrants answered these tasks"
+        raise UserError("is a season already", field="folder", value=str(base), hint=hint)
+    for name, text in seasons.make(tables, read_calibration(None)).items():
+        base.mkdir(parents=True, exist_ok=True)
+        files.write_text(base / name, text)
+        on_event(Event(f"written: {base / name}"))
+
+
+def _sit(base: Path, season: Season, on_event: OnEvent) -> None:
+    import fourfold
+
+    (base / "entrants").mkdir(exist_ok=True)
+    shipped = read_calibration(None)
+    for name, (_, answered) in ENTRANTS.items():
+        on_event(Event(f"{name} answers {len(season.ids)} tasks", "progress"))
+        text = submissions.written(season.ids, answered(season, shipped))
+        files.write_text(base / "entrants" / f"{name}.csv", text)
+        card = toml_text(codec.encode(card_of(name, fourfold.__version__)))
+        files.write_text(base / "entrants" / f"{name}.toml", card)
+
+
+def _scored(season: Season, found: list[tuple[Card, RowPredictions]]) -> Exam:
+    rows = season.rows
+    answered = [np.isfinite(said.step_s) for _, said in found]
+    common = np.logical_and.reduce(answered)
+    best_first = sorted(
+        (
+            Entrant(
+                card=card,
+                declined=int((~mine).sum()),
+                common=_score(season, said, common),
+                own=_score(season, said, mine),
+                by_source={
+                    name: _score(season, said, mine & season.of_source(name))
+                    for name in season.sources
+                },
+            )
+            for (card, said), mine in zip(found, answered, strict=True)
+        ),
+        key=lambda one: one.common.median_pct,
+    )
+    timed = timed_rows(rows, found[0][1]) if found else common
+    return Exam(
+        season=season.name,
+        tasks=len(season.ids),
+        timed=int((np.isfinite(rows.step_s) & (rows.status != "oom")).sum()),
+        common=int((common & timed).sum()),
+        seen=int(season.seen.sum()),
+        entrants=tuple(best_first),
+    )
+
+
+def _score(season: Season, said: RowPredictions, within: Bools) -> Score:
+    """What an entrant does not say is not scored."""
+    found = score(season.rows, said, within=within)
+    silent = () if np.isfinite(said.fit_chance).any() else _FIT
+    silent += () if np.isfinite(said.low_s).any() else _INTERVAL
+    silent += () if np.isfinite(said.mem_gb).any() else ("memory_pct",)
+    nothing: dict[str, Any] = dict.fromkeys(silent, float("nan"))
+    return replace(found, **nothing)
