@@ -16,6 +16,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.search.export.around import AROUND
 from fourfold.show import plan as shown
 from fourfold.show.calendar import calendar_page
 from fourfold.show.explain import explain_page, front_page, largest_page
@@ -50,6 +51,7 @@ OPTIONS = (
     ),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option("--out", "folder for --export; file for torchrun (default stdout)", "PATH", rare=True),
+    option("--job", "with --export: a job that runs it, as one file", choices=tuple(AROUND)),
     option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),
     option("--html", "write one page: the answer, charts, settings for every engine", "FILE"),
     option("--open", "with --html: show the page in a browser", switch=True, rare=True),
@@ -108,7 +110,9 @@ def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
 
 def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
-    settings = fourfold.export(request, pick=args.pick or 1, name=args.model or "", on_event=show)
+    settings = fourfold.export(
+        request, pick=args.pick or 1, name=args.model or "", job=args.job or "", on_event=show
+    )
     written = settings.write(Path(args.out), force=bool(args.force)) if args.out else ""
     for note in filter(None, (*settings.notes, written)):
         show(Event(note))

@@ -109,7 +109,7 @@ class StackDefaults:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportEngine:
     """An engine that settings are written for. `before`: the newer one, which comes first where
-    both can run a layout."""
+    both can run a layout; `on_demand`: named only where somebody asks for it."""
 
     name: str
     stack: str
@@ -117,6 +117,7 @@ class ExportEngine:
     release: str = ""
     title: str = ""
     before: str = ""
+    on_demand: bool = False
 
 
 def _read(cls: type[T], tables: dict[str, Any], known: dict[str, T]) -> dict[str, T]:
@@ -170,7 +171,8 @@ def release_of(stack: str) -> str:
     """The engine of RELEASES that a name without a year stands for; '': a measured engine."""
     name = stack.strip().lower()
     name = "megatron" if name == "nemo" else name
-    return name if name in RELEASES else ""
+    export = EXPORTS.get(name)
+    return name if name in RELEASES and not (export and export.on_demand) else ""
 
 
 _EXPERTS = " with experts"

@@ -48,10 +48,15 @@ class Exported:
 
 
 def export(
-    request: PlanRequest, *, pick: int = 1, name: str = "", on_event: OnEvent = ignore
+    request: PlanRequest,
+    *,
+    pick: int = 1,
+    name: str = "",
+    job: str = "",
+    on_event: OnEvent = ignore,
 ) -> Exported:
     """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
-    model is called there."""
+    model is called there; `job`: also as a job of skypilot or kubeflow, which is then `script`."""
     if not request.export:
         raise UserError("is required", field="export", hint="pass the name of an engine")
     check.that(pick >= 1, "pick", pick, "must be 1 or more")
@@ -67,10 +72,15 @@ def export(
     )
     setup = _setup(ranking, pick - 1, name)
     whole = request.export == "torchrun"
+    written = {} if whole else exports.write_folder(request.export, setup)
+    script = exports.write(request.export, setup)
+    if job:
+        around = exports.around(job, request.export, setup, script)
+        written, script = (written | around) if written else {}, "".join(around.values())
     return Exported(
         engine=request.export,
-        files={} if whole else exports.write_folder(request.export, setup),
-        script=exports.write(request.export, setup),
+        files=written,
+        script=script,
         notes=setup.notes,
         choice=answer(ranking, top=pick).ranked[pick - 1],
     )
@@ -89,7 +99,7 @@ def export_all(
 ) -> tuple[Exported | NotExported, ...]:
     """The best layout for every engine, each by its own rules: what one cannot do, another can."""
     found: list[Exported | NotExported] = []
-    for engine in exports.ENGINES:
+    for engine in exports.USUAL:
         stack = (
             request.stack if (request.stack or "").startswith(exports.stack_of(engine)) else None
         )

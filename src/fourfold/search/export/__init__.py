@@ -11,12 +11,15 @@ from typing import Any
 
 from fourfold.cost.stacks import EXPORTS, ExportEngine
 from fourfold.errors import UserError
+from fourfold.search.export.around import around
 from fourfold.search.export.setup import Package, Setup, check_setup, folder, run_file, script
 from fourfold.search.legal import why_not_spec
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 
+__all__ = ["ENGINES", "USUAL", "around", "check", "runs_in", "stack_of", "write", "write_folder"]
 ENGINES = tuple(EXPORTS)
+USUAL = tuple(engine.name for engine in EXPORTS.values() if not engine.on_demand)
 
 
 def stack_of(engine: str) -> str:
@@ -52,7 +55,7 @@ def runs_in(spec: RunSpec, host_gpus: int) -> tuple[str, ...]:
     )  # fmt: skip
     spec = replace(spec, policy=policy)
     found: dict[str, str] = {}
-    for engine in EXPORTS.values():
+    for engine in map(EXPORTS.__getitem__, USUAL):
         if engine.writer and engine.before not in found and _can_write(engine, spec, host_gpus):
             found[engine.name] = engine.title or engine.name
     return (*found.values(), *(["fourfold"] if not why_not_spec(spec) else []))

@@ -193,7 +193,8 @@ def script(package: Package, setup: Setup) -> str:
     """One file that brings its parts along: what standard output gets."""
     unpack = ["here=${EXPORT_DIR:-$(mktemp -d)}", 'mkdir -p -- "$here"']
     for name, text in _parts(package, setup).items():
-        unpack += [f"cat >\"$here/{name}\" <<'{_END}'", text.rstrip("\n"), _END]
+        lines = [text.rstrip("\n")] if text else []  # an empty line would be an argument
+        unpack += [f"cat >\"$here/{name}\" <<'{_END}'", *lines, _END]
     return _script(package, setup, unpack)
 
 

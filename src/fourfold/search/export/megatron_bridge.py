@@ -1,0 +1,65 @@
+"""Megatron-Bridge: one of its recipes, and Hydra overrides for what Megatron-LM has flags for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fourfold.cost.stacks import ExportEngine
+from fourfold.search.export import megatron
+from fourfold.search.export.setup import Package, Setup, filled, no_setting
+from fourfold.spec import catalog
+from fourfold.spec.model import ModelShape
+
+CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return catalog.data("engines/megatron-bridge.toml")
+
+
+def check(model: ModelShape, engine: ExportEngine) -> None:
+    recipes = _tables()["recipes"]
+    if model.name not in recipes:
+        hint = f"{', '.join(recipes)} (it has recipes of these), or --export megatron"
+        raise no_setting(engine.name, "model", model.name, hint)
+    megatron.check(model, engine)
+
+
+def package(setup: Setup, engine: ExportEngine) -> Package:
+    plain, tables = megatron.package(setup, engine), _tables()
+    precision = tables["precisions"].get(setup.policy.precision)
+    if precision is None:
+        raise no_setting(
+            engine.name, "policy.precision", setup.policy.precision, ", ".join(tables["precisions"])
+        )
+    module, _, recipe = tables["recipes"][setup.model.name].rpartition(".")
+    values = {"module": module, "recipe": recipe, "precision": precision,
+              "overlaps_tp": setup.overlaps_tp}  # fmt: skip
+    return Package(
+        engine=engine,
+        entry='"$here/pretrain.py"',
+        env=plain.env,
+        engine_args=overrides(plain.engine_args),
+        files={"pretrain.py": filled("megatron-bridge.py.txt", engine, values)},
+        own="tokenizer, data, learning rate, steps, checkpoints (as overrides after run.sh)",
+        about=plain.about,
+    )
+
+
+def overrides(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """'--micro-batch-size 2' -> 'train.micro_batch_size=2'. Sizes of the model are the recipe's."""
+    said: dict[str, list[str]] = {}
+    for word in flags:
+        if word.startswith("--"):
+            said[word] = []
+        else:
+            said[[*said][-1]].append(word)
+    tables = _tables()
+    found: dict[str, str] = dict(tables["otherwise"])
+    for name, values in said.items():
+        listed = name in ("--recompute-modules", "--rampup-batch-size")
+        value = f"[{','.join(values)}]" if listed else " ".join(values) or "true"
+        found |= dict.fromkeys(tables["fields"].get(name, "").split(), value)
+    return tuple(f"{name}={value}" for name, value in found.items())
