@@ -127,12 +127,11 @@ def _foot(answer: Diagnosis) -> Iterator[str]:
     found, total = answer.found, sum(answer.found.parts.values())
     left = f", {found.steps.left_out} of warm-up left out" if found.steps.left_out else ""
     steps = f"{len(found.steps.steps)} steps by {found.steps.found_by}{left}"
-    yield (
-        f"{steps}; parts sum to {100 * total / answer.step_s:.1f}% of the step, "
-        f"{100 * answer.unplaced_share:.1f}% of it unplaced"
-    )
+    placed = f"{100 * answer.unplaced_share:.1f}% of it unplaced"
+    line = f"{steps}; parts sum to {100 * total / answer.step_s:.1f}% of the step, {placed}"
+    yield from wrap(line, _WIDE)
     if answer.basis:
-        yield f"expected by {answer.basis}"
+        yield from wrap(f"expected by {answer.basis}", _WIDE)
     if answer.stored:
         yield f"stored in {answer.stored}"
 

@@ -35,7 +35,10 @@ class ChromeReader:
 
     def events(self) -> Iterator[list[dict[str, Any]]]:
         try:
-            with _opened(self.path) as stream:
+            with open(self.path, "rb") as plain:
+                is_gzip = plain.read(2) == GZIP_MAGIC
+                plain.seek(0)
+                stream = gzip.GzipFile(fileobj=plain) if is_gzip else plain
                 yield from self._events(stream)
         except (OSError, EOFError, zlib.error) as error:
             if isinstance(error, EOFError) or not isinstance(error, OSError) or _is_gzip(error):
@@ -44,7 +47,7 @@ class ChromeReader:
         except RecursionError:
             self._refuse("is nested too deeply for a trace")
 
-    def _events(self, stream: BinaryIO) -> Iterator[list[dict[str, Any]]]:
+    def _events(self, stream: BinaryIO | gzip.GzipFile) -> Iterator[list[dict[str, Any]]]:
         decoder = getincrementaldecoder("utf-8")(errors="replace")
 
         def more() -> None:
@@ -105,7 +108,7 @@ class ChromeReader:
                 return
             if self._ended:
                 if must_close:
-                    self._refuse("is cut off: its list of events does not end")
+                    self._refuse("is cut off or damaged: its list of events does not end")
                 yield _objects(self._unclosed_array())
                 return
             if len(self._text) > _MOST_CHARS:
@@ -152,13 +155,6 @@ class ChromeReader:
 
 def _objects(events: list[Any]) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
-
-
-def _opened(path: Path) -> BinaryIO:
-    stream = open(path, "rb")  # noqa: SIM115 - the caller closes it
-    magic = stream.read(2)
-    stream.seek(0)
-    return gzip.GzipFile(fileobj=stream) if magic == GZIP_MAGIC else stream  # type: ignore[return-value]
 
 
 def _is_gzip(error: OSError) -> bool:

@@ -133,14 +133,14 @@ class Builder:
             cat = str(event.get("cat"))
             kind = kinds.get(cat) or kinds.get(cat.lower())
             name = event.get("name")
+            if type(name) is not str:
+                name = str(name)[:200]
             if kind is None or name in _NEVER_LAUNCH:
                 continue
             start: Any = event.get("ts")
             lasts: Any = event.get("dur", 0)
             if type(start) not in _NUMBERS or type(lasts) not in _NUMBERS:
                 self._refuse(start if type(start) not in _NUMBERS else lasts)
-            if type(name) is not str:
-                name = str(name)
             if kind in marks:
                 marks[kind].append((name, start, start + lasts))
                 continue

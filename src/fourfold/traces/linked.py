@@ -45,7 +45,7 @@ class Linked:
     def types(self, at: int) -> tuple[str, ...]:
         place = self.op[at]
         told = self.trace.ops.types[place] if place >= 0 else -1
-        return tuple(literal(self.trace.texts[told])) if told >= 0 else ()
+        return tuple(map(str, literal(self.trace.texts[told]))) if told >= 0 else ()
 
     def detail(self, at: int) -> dict[str, Any]:
         told = self.kernels.detail[at]

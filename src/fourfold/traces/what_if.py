@@ -58,8 +58,9 @@ class WhatIf:
 
     @property
     def speedup(self) -> float:
-        before, after = self.tokens
-        return (after / self.step.mid) / (before / self.before_s) if self.step.mid else 0.0
+        """Of tokens per second; of steps, where a step's tokens are not known."""
+        before, after = self.tokens if all(self.tokens) else (1.0, 1.0)
+        return (after / self.step.mid) / (before / self.before_s) if self.step.mid > 0 else 0.0
 
 
 def what_if(words: str, case: TraceCase, price: Price | None, width: float) -> WhatIf:

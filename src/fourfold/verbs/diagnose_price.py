@@ -50,7 +50,7 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     spec = found.spec or _any_run()
     entry, why = entry_for(read_calibration(request.calibration), "fourfold", cluster)
     known = coefficients_of(read_profile(request.profile)) if request.profile else {}
-    columns = columns_of([_dense(spec)], cluster=cluster, stack="fourfold")
+    columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, stack="fourfold")
     basis = (
         f"{cluster.device.name}, {request.profile or 'the planner' + (': ' + why if why else '')}"
     )
@@ -61,6 +61,13 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
         basis=basis,
         is_measured=bool(request.profile),
     )
+
+
+def _in_16_bits(spec: RunSpec) -> RunSpec:
+    """A GPU has no reason to multiply in fp32."""
+    if spec.policy.precision != "fp32":
+        return spec
+    return replace(spec, policy=replace(spec.policy, precision="bf16-mixed"))
 
 
 def _any_run() -> RunSpec:

@@ -1,0 +1,236 @@
+"""Is the planted cause of a slow step named first, with its seconds, and nothing where none is?"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import sqlite3
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import fourfold
+from fourfold.cli import main
+from fourfold.errors import UserError
+from fourfold.show.diagnose import page
+from fourfold.show.table import Grid, render
+from fourfold.traces import parts
+from tests.sampling import examples
+from tests.traces import simulated
+from tests.traces.simulated import Shape
+
+SHAPE = Shape()
+
+
+def diagnosed(tmp_path: Path, trace: dict[str, Any], **request: Any) -> Any:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    return fourfold.diagnose([str(path)], fourfold.DiagnoseRequest(**request))
+
+
+@pytest.fixture(scope="module")
+def base_s(tmp_path_factory: pytest.TempPathFactory) -> float:
+    return diagnosed(tmp_path_factory.mktemp("base"), simulated.trace(SHAPE)).step_s
+
+
+def test_a_sound_run_shows_nothing_and_its_settings_are_read(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, simulated.trace(SHAPE))
+    assert found.causes == ()
+    assert found.verdict == "nothing stands out"
+    assert sum(found.found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
+    assert found.unplaced_share == 0.0
+    assert found.expected is not None
+    assert found.expected.step.mid == pytest.approx(found.step_s, rel=0.1)
+    value = {name: one.value for name, one in found.settings.items()}
+    told = {
+        "gpu": "NVIDIA H200", "layers": 4, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8,
+        "head_dim": 64, "vocab": 32000, "tied": False, "seq_len": 8192, "micro_batch": 2,
+        "micro_batches": 1, "precision": "bf16", "weights": "fp32", "recompute": "none",
+        "attention": "cudnn", "compile": True, "tp": 1, "dp": 1,
+    }  # fmt: skip
+    assert {name: value[name] for name in told} == told
+    assert all(one.evidence for one in found.settings.values())
+
+
+@pytest.mark.parametrize(
+    ("cause", "faults"),
+    [
+        ("data loader", {"loader_s": 0.05}),
+        ("synchronisation", {"sync_s": 1e-3}),
+        ("cache flushes", {"flush_s": 2e-3}),
+        ("low clock or power cap", {"products": 1.6, "attention": 1.6}),
+        ("slow attention kernel", {"attention": 2.0, "kernel": "pytorch_flash::flash"}),
+        ("not compiled", {"memory": 5.0}),
+        ("recompute", {"recompute": True}),
+        ("fp32 products", {"fp32": True, "products": 8.0}),
+        ("exposed communication: dp", {"exposed_s": 1e-3}),
+    ],
+)
+def test_the_planted_cause_is_first_with_its_seconds(cause, faults, base_s, tmp_path) -> None:
+    found = diagnosed(tmp_path, simulated.slower(SHAPE, **faults), fix="all")
+    assert found.causes[0].name == cause
+    lost = found.step_s - base_s
+    assert found.causes[0].seconds == pytest.approx(lost, rel=0.15)
+    assert found.fixed.step.mid == pytest.approx(base_s, rel=0.08)
+
+
+def test_tiny_work_and_uneven_experts_are_named(tmp_path: Path) -> None:
+    tiny = Shape(length=256, sequences=1)
+    found = diagnosed(tmp_path, simulated.slower(tiny, launch_s=6e-5))
+    assert found.causes[0].name == "launch-bound: tiny work"
+    experts = Shape(experts=64, layers=8, length=4096)
+    even = diagnosed(tmp_path, simulated.trace(experts))
+    assert "imbalance of experts" not in [cause.name for cause in even.causes]
+    uneven = diagnosed(tmp_path, simulated.slower(experts, uneven=0.2))
+    cause = next(one for one in uneven.causes if one.name == "imbalance of experts")
+    assert cause.seconds == pytest.approx(uneven.step_s - even.step_s, rel=0.2)
+    assert (uneven.settings["experts"].value, uneven.settings["top_k"].value) == (64, 8)
+
+
+def test_what_if_predicts_from_measured_parts(base_s, tmp_path: Path) -> None:
+    eager = simulated.slower(SHAPE, memory=5.0)
+    words = ("compile=true", "micro_batch=4", "tp=2")
+    compiled, larger, split = diagnosed(tmp_path, eager, what_if=words).what_ifs
+    assert compiled.step.mid == pytest.approx(base_s, rel=0.08)
+    assert compiled.step.low <= compiled.step.mid <= compiled.step.high
+    assert larger.tokens == (2 * 8192, 4 * 8192)
+    assert larger.step.mid > 1.5 * larger.before_s
+    assert split.changed["tp_comm"] > 0
+    again = simulated.slower(SHAPE, recompute=True)
+    (without,) = diagnosed(tmp_path, again, what_if=("recompute=none",)).what_ifs
+    assert without.step.mid == pytest.approx(base_s, rel=0.08)
+
+
+def test_steps_without_marks_and_a_rank_that_is_slower(tmp_path: Path) -> None:
+    plain = simulated.trace(SHAPE, steps=4)
+    events = [e for e in plain["traceEvents"] if not e["name"].startswith("ProfilerStep")]
+    found = diagnosed(tmp_path, plain | {"traceEvents": events})
+    assert found.found.steps.found_by == "the optimizer's kernels"
+    assert len(found.found.steps.steps) == 3
+    for rank, slow in enumerate((1.0, 1.0, 1.3)):
+        trace = simulated.slower(SHAPE, products=slow)
+        trace["distributedInfo"] = {"rank": rank, "world_size": 3, "pg_config": []}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(trace))
+    (tmp_path / "trace.json.gz").unlink()
+    several = fourfold.diagnose([str(tmp_path)])
+    assert [row.rank for row in several.ranks] == [0, 1, 2]
+    assert "straggler: rank 2" in [cause.name for cause in several.causes]
+
+
+def test_the_command_prints_a_screen_keeps_a_row_and_writes_a_page(tmp_path, capsys) -> None:
+    path, html = tmp_path / "trace.json", tmp_path / "page.html"
+    path.write_text(json.dumps(simulated.slower(SHAPE, loader_s=0.05)))
+    words = ["diagnose", str(path), "--html", str(html), "--runs", str(tmp_path / "runs")]
+    assert main([*words, "--what-if", "loader=0", "--fix", "all", "--settings"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if "stored in" not in line) <= 100
+    assert "1. data loader: " in text
+    assert "what if loader=0: " in text
+    written = html.read_text()
+    assert "data loader" in written
+    assert "<script" not in written
+    assert main(["runs", "--runs", str(tmp_path / "runs"), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main(["diagnose", str(path), "--format", "json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["causes"][0]["name"] == "data loader"
+    assert main(["diagnose", str(path), "--what-if", "nonsense=1"]) == 2
+
+
+def test_parts_are_told_apart_in_every_row(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, simulated.trace(SHAPE))
+    names = {row.name for row in found.rows_of}
+    assert {parts.QKV, parts.OUT, parts.UP, parts.DOWN, parts.HEAD, parts.ATTENTION} <= names
+    tables = [part for part in page(found, settings=True) if isinstance(part, Grid)]
+    assert all(render(one.headings, one.rows, "text") for one in tables)
+
+
+JUNK = (None, True, -1, 1e308, float("nan"), 10**30, "x", [], {}, [[]], {"a": [1]}, "9" * 400)
+
+
+def mutilated(kind: int, random: Random) -> bytes:
+    """Cut off, with other bytes, other types, other tools' fields."""
+    trace = simulated.trace(Shape(layers=1, length=64), steps=2)
+    whole = json.dumps(trace).encode()
+    if kind == 0:
+        return whole[: random.randrange(len(whole))]
+    if kind == 1:
+        return gzip.compress(whole)[: random.randrange(2000)]
+    if kind == 2:
+        changed = bytearray(whole)
+        for _ in range(20):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        return bytes(changed)
+    for _ in range(random.randrange(1, 60)):
+        event = random.choice(trace["traceEvents"])
+        inner = event["args"] if kind == 3 and isinstance(event["args"], dict) else event
+        inner[random.choice([*inner, "ts"])] = random.choice(JUNK)
+    if kind == 4:
+        field = random.choice(["deviceProperties", "distributedInfo", "traceEvents", "fourfold"])
+        trace[field] = random.choice([*JUNK, [{"name": 5}], {"pg_config": [1, {"pg_size": "x"}]}])
+    return json.dumps(trace).encode()
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_a_mutilated_trace_is_diagnosed_or_refused_in_words(kind: int, tmp_path: Path) -> None:
+    random = Random(kind)
+    path = tmp_path / "trace.json"
+    for _ in range(examples(60)):
+        path.write_bytes(mutilated(kind, random))
+        with contextlib.suppress(UserError):  # anything else is a fault
+            found = fourfold.diagnose([str(path)], fourfold.DiagnoseRequest(fix="all"))
+            assert found.plain()["parts"]
+            assert list(page(found, settings=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "is empty"),
+        (b"\x00\x01", "is no trace"),
+        (b'{"a": 1, "b": []}', r"has no traceEvents \(it has a, b\)"),
+        (b'{"traceEvents": [', "is cut off"),
+        (b'{"traceEvents": []}', "has neither kernels nor operators"),
+        (b'{"traceEvents":' + b"[" * 100_000, "nested too deeply"),
+        (b"SQLite format 3\x00" + b"x" * 200, "cannot be read as SQLite"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_reason(content, rule, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rule):
+        fourfold.diagnose([str(path)])
+
+
+def test_an_export_of_nsys_is_read(tmp_path: Path) -> None:
+    """Kernels, calls and ranges by name; no shapes, so no model."""
+    path = tmp_path / "report.sqlite"
+    trace = simulated.slower(SHAPE, loader_s=0.05)
+    names = {name: at for at, name in enumerate({e["name"] for e in trace["traceEvents"]})}
+    with contextlib.closing(sqlite3.connect(path)) as base:
+        base.execute("CREATE TABLE StringIds (id INT, value TEXT)")
+        base.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, n) for n, i in names.items()])
+        columns = "(start INT, end INT, {} INT, {} INT, correlationId INT)"
+        prefix = "CUPTI_ACTIVITY_KIND_"
+        base.execute(f"CREATE TABLE {prefix}KERNEL {columns.format('demangledName', 'streamId')}")
+        base.execute(f"CREATE TABLE {prefix}RUNTIME {columns.format('nameId', 'globalTid')}")
+        base.execute("CREATE TABLE NVTX_EVENTS (start INT, end INT, text TEXT, textId INT)")
+        base.execute("CREATE TABLE TARGET_INFO_GPU (name TEXT)")
+        base.execute("INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200')")
+        for event in trace["traceEvents"]:
+            start = round(1e3 * event["ts"])
+            times = (start, start + round(1e3 * event["dur"]))
+            kind = {"kernel": "KERNEL", "cuda_runtime": "RUNTIME"}.get(event["cat"])
+            if kind:
+                row = (*times, names[event["name"]], event["tid"], event["args"]["correlation"])
+                base.execute(f"INSERT INTO {prefix}{kind} VALUES (?, ?, ?, ?, ?)", row)
+            elif event["cat"] == "user_annotation":
+                base.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, 0)", (*times, event["name"]))
+        base.commit()
+    found = fourfold.diagnose([str(path)])
+    assert found.causes[0].name == "data loader"
+    assert found.unplaced_share < 0.02
+    assert found.settings["gpu"].value == "NVIDIA H200"
