@@ -75,7 +75,8 @@ def test_a_new_phase_is_logged_at_once(capsys) -> None:
 
 def test_the_shown_sweep_files_are_sweeps() -> None:
     page = (ROOT / "docs" / "running.md").read_text()
-    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (text,) = (block for block in blocks if "[sweep]" in block)
     assert expand(read_sweep(tomllib.loads(text))).total > 4
     help_text = sweep.EXAMPLES.partition("\n")[2].partition("\nexamples:")[0]
     assert expand(read_sweep(tomllib.loads(help_text))).total == 18
