@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     )
     from fourfold.verbs.runs import diff, runs, show_run
     from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
+    from fourfold.verbs.support import SupportRequest, support
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -110,6 +111,7 @@ _MODULES = {
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
     "verbs.shapes": "cluster clusters gpus model models",
+    "verbs.support": "SupportRequest support",
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",

@@ -123,6 +123,7 @@ def test_bad_calls_say_what_is_wrong(tmp_path: Path) -> None:
         ("predict", {"runs": [RUN] * 257, "gpu": "h100-80gb"}, "1 to 256"),
         ("predict", {"runs": [{"tp": 2}], "gpu": "h100-80gb"}, "runs[0]"),
         ("flops", RUN | {"step_s": -1.0}, "above 0"),
+        ("diagnose", {"traces": ["none.json"]}, "none.json"),
         ("collect", {"logs": ["x" * 2**19]}, "letters"),
     ]
 

@@ -14,11 +14,12 @@ from fourfold.errors import UserError
 
 # Fields of requests that may name a file.
 FILES = {"model", "cluster", "gpu", "profile", "calibration", "logs", "runs", "out", "map", "side",
-         "trace", "log", "data"}  # fmt: skip
+         "traces", "data"}  # fmt: skip
 # Events of the interpreter: files that are named, and what leaves the process.
 _PATHS = {"open": 1, "os.listdir": 1, "os.scandir": 1, "os.remove": 1, "os.rmdir": 1,
           "os.mkdir": 1, "os.chmod": 1, "os.truncate": 1, "os.rename": 2, "os.link": 2,
-          "os.symlink": 2, "shutil.rmtree": 1, "os.utime": 1, "os.chown": 1}  # fmt: skip
+          "os.symlink": 2, "shutil.rmtree": 1, "sqlite3.connect": 1, "os.utime": 1,
+          "os.chown": 1}  # fmt: skip
 _NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty",
           "socket.connect", "socket.bind", "socket.sendto", "ctypes.dlopen")  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -40,8 +41,7 @@ def check(request: Any, root: Path) -> None:
     for name in _named(request):
         if "\0" in name:
             raise refusal(name, root)
-        path = root / Path(name).expanduser()
-        if ("/" in name or name[:1] in (".", "~")) and not _inside(path, (root,)):
+        if not _inside(root / Path(name).expanduser(), (root,)):
             raise refusal(name, root)
 
 
@@ -72,6 +72,7 @@ def confine(root: Path) -> None:
     readable = (root, ours, *(Path(os.path.realpath(path)) for path in code))
     system = (*readable, Path("/proc"), Path("/sys"), Path("/dev/null"), Path("/dev/urandom"))
     os.chdir(root)
+    sys.dont_write_bytecode = True  # of what is imported from now on
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         if event in _NEVER:
@@ -85,6 +86,8 @@ def confine(root: Path) -> None:
         for path in given[:count]:
             if isinstance(path, str | bytes | os.PathLike):
                 name = os.fsdecode(path)
+                if event == "sqlite3.connect":  # maybe an address of a file
+                    name = name.removeprefix("file:").partition("?")[0]
                 if not _inside(Path(name), system if reads else (root, Path("/dev/null"))):
                     raise refusal(name, root)
 

@@ -29,6 +29,7 @@ from fourfold.verbs.flops import Flops, FlopsRequest
 from fourfold.verbs.machine import planned_cluster
 from fourfold.verbs.predict import NamedRun
 from fourfold.verbs.requests import CALIBRATION, PlanRequest, Rate
+from fourfold.verbs.trace_requests import DiagnoseRequest
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
 VERSION = 1
@@ -73,6 +74,12 @@ class PredictTool:
     network: Rate | None = flag("rate of a host's network, with gpu (default: typical)")
     stack: str = flag("engine to predict (default fourfold)", default="fourfold")
     calibration: str | None = flag(*CALIBRATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracesGiven:
+    traces: tuple[str, ...] = flag("profiler traces of one run: files, or a folder of ranks",
+                                   default=MISSING)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +145,12 @@ def _collect(given: Mapping[str, Any]) -> Any:
     return fourfold.collect(_of(CollectRequest, given)).plain()
 
 
+def _diagnose(given: Mapping[str, Any]) -> Any:
+    rest = dict(given)
+    traces = _of(TracesGiven, {"traces": rest.pop("traces", [])}).traces
+    return fourfold.diagnose(traces, _of(DiagnoseRequest, rest)).plain()
+
+
 def _of(cls: Any, given: Mapping[str, Any]) -> Any:
     """A request as a program would make it; codec reads what has one type, with its units."""
     hints, values = codec.type_hints(cls), dict(given)
@@ -195,6 +208,12 @@ TOOLS = {
         about="FLOPs per token of a model and, of a measured speed, TFLOP/s, MFU and HFU by every "
         "published convention.",
         requests=(RunTable, FlopsRequest), call=_flops, answer=Flops,
+    ),
+    "diagnose": Tool(
+        about="Why a traced run is slower than it should be: measured and expected seconds by "
+        "part, causes and remedies, from profiler traces in the folder.",
+        requests=(TracesGiven, DiagnoseRequest), call=_diagnose, answer={"type": "object"},
+        without=("spec",), writes=True,
     ),
     "collect": Tool(
         about="Turn logs and tables of training engines in the folder into measured rows.",

@@ -21,6 +21,7 @@ GROUPS = {
         "mcp": "answer coding agents: plan, predict, explain and check as tools over MCP",
         "predict": "predict seconds, memory and fit for a table of runs",
         "advise": "find hidden sizes, heads, vocabularies and micro batches that suit a GPU",
+        "support": "show what is counted, run, priced and exported of a model",
         "models": "list model presets and their sizes",
         "clusters": "list GPUs and clusters; 'clusters new' describes yours",
         "flops": "convert a measured speed to MFU, HFU and TFLOP/s by any convention",
