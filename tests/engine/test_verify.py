@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,6 @@ EXPERT_FAULTS = {
         "copies of the routers' state differ in value after",
     ),
     "bias-twice": ("dp2 ep2", "deepseek", "zero1", "the routers' bias moved 2 times as far"),
-    "drop-order": ("dp2 ep2", "mixtral", "zero2", "dropped its first tokens, not its last"),
     "idle-decay": ("dp2 ep2", "deepseek", "zero1", "only experts without tokens off"),
 }
 OFTEN = ("expert-scale", "expert-norm", "balance-micro", "idle-decay")
@@ -185,6 +185,19 @@ def test_a_fault_with_experts_is_seen_and_named(fault):
     for row in report["layouts"]:
         assert "error" not in row, row
         assert re.search(called, "; ".join(row["signature"])), row["signature"]
+
+
+@pytest.mark.slow
+def test_drops_in_another_order_are_named(tmp_path):
+    shape = catalog.model("mixtral-tiny")
+    shape = replace(shape, moe=replace(shape.moe, capacity=1.0))
+    path = tmp_path / "drops.toml"
+    path.write_text(codec.to_toml(shape))
+    words = ("--layout", "cp2 ep2", "--model", str(path), "--set", "policy.sharding=zero2")
+    words += ("--set", "policy.cp_kind=ring")
+    assert verify(*words)["passed"] == 1
+    (row,) = verify(*words, "--break", "drop-order", rc=1)["layouts"]
+    assert row["signature"] == ["as if a full expert dropped its first tokens, not its last"]
 
 
 @pytest.mark.slow

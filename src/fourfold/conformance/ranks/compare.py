@@ -228,14 +228,14 @@ def _of_idle(got: dict, truth: dict) -> list[str]:
 
 
 def _of_state(got: dict, truth: dict) -> list[str]:
-    """How far routers' state moved, in multiples of how far it should."""
+    """How far routers' state moved in the first step, in multiples of how far it should."""
     out = []
     for leaf, words in ROUTER_STATE.items():
         names = [name for name in truth.get("start", {}) if kind(name) == leaf]
         moves = [
-            multiple(got["param"][name] - truth["start"][name], want - truth["start"][name])
+            multiple(got["moved"][name] - truth["start"][name], want - truth["start"][name])
             for name in names
-            if float(((want := truth["param"][name]) - truth["start"][name]).abs().max()) > 0
+            if float(((want := truth["moved"][name]) - truth["start"][name]).abs().max()) > 0
         ]
         if moves and all(left < EXACT and abs(c - 1) > EXACT for c, left in moves):
             out.append(f"the routers' {words} moved {moves[0][0]:.3g} times as far")

@@ -90,6 +90,12 @@ def _step(
         pieces["grad"] = findings.look(trainer.shards, truth, at_grads=True, scale=scale)
     findings.look_at_routers(trainer)
     trainer.update(norm)
+    if step == 0:
+        pieces["moved"] = [
+            (shard.name, shard.rect.rows, shard.rect.columns, shard.values.cpu().clone())
+            for shard in trainer.shards
+            if not shard.param.requires_grad
+        ]
     findings.losses.append(float(loss))
     findings.norms.append(float(norm))
     return pieces

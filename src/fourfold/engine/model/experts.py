@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.engine import compat
-from fourfold.engine.model.layers import Mlp, Parts, plain_swiglu
+from fourfold.engine.model.layers import Mlp, Parts
 from fourfold.engine.model.router import Router, counted
+from fourfold.engine.model.swiglu_rows import scored_swiglu
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape
 
@@ -88,31 +89,6 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, scores_R: Tensor, counts_E: Tensor) -> Tensor:
         return self.down(self.activate(self.gate_up(rows_RD, counts_E), scores_R), counts_E)
-
-
-class ScoredSwiglu(torch.autograd.Function):
-    """silu(gate) x up x score. Keeps its inputs only: the first product's output is as wide as all
-    else that a layer with experts keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up_R2F, scores_R)
-        active = plain_swiglu(gate_up_R2F)
-        return (active * scores_R[:, None]).to(active.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, scores = ctx.saved_tensors
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        gate, up = gate_up.to(wide).chunk(2, dim=-1)
-        share, slope = gate.sigmoid(), grads[0].to(wide)
-        silu, scored = gate * share, slope * scores[:, None].to(wide)
-        grad = torch.cat([scored * up * (share + silu * (1.0 - share)), scored * silu], dim=-1)
-        return grad.to(gate_up.dtype), (slope * silu * up).sum(-1).to(scores.dtype)
-
-
-def scored_swiglu(gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
-    return ScoredSwiglu.apply(gate_up_R2F, scores_R)
 
 
 class Spread(torch.autograd.Function):

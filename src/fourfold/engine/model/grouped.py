@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.experts import Experts, MoeMlp, dispatch_local
 from fourfold.engine.model.fast_router import best_of, expert_kernels, power, router_product
+from fourfold.engine.model.swiglu_rows import swiglu_rows, swiglu_rows_backward
 
 _ROWS = 128  # rows whose places one program of a GPU computes
 _WIDTH = 2048  # columns that it moves
@@ -114,69 +115,6 @@ def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
         rows_RD.contiguous(), place_R, out, width, K=choices, BLOCK=_WIDTH, num_warps=4
     )
     return out
-
-
-@torch.library.custom_op("fourfold::swiglu_rows", mutates_args=())
-def swiglu_rows(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
-    """silu(gate) x up x score of each row."""
-    wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
-    gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
-    score = scores_NK.flatten()[source_R].to(wide)
-    return (F.silu(gate) * up * score[:, None]).to(gate_up_RG.dtype)
-
-
-@swiglu_rows.register_fake
-def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
-    return gate_up_RG.new_empty((gate_up_RG.shape[0], gate_up_RG.shape[1] // 2))
-
-
-@swiglu_rows.register_kernel("cuda")
-def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
-    rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    out = gate_up_RG.new_empty((rows, width))
-    block = min(power(width), _WIDTH)
-    expert_kernels().swiglu[(rows, -(-width // block))](
-        gate_up_RG, scores_NK, source_R, out, width, BLOCK=block, num_warps=4
-    )
-    return out
-
-
-@torch.library.custom_op("fourfold::swiglu_rows_backward", mutates_args=())
-def swiglu_rows_backward(
-    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of gate_up, the activation once more, gradient of the scores)."""
-    wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
-    gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
-    score = scores_NK.flatten()[source_R].to(wide)[:, None]
-    share, slope = gate.sigmoid(), grad_RF.to(wide)
-    silu = gate * share
-    grads = (slope * score * up * (share + silu * (1.0 - share)), slope * score * silu)
-    grad_scores = torch.empty_like(scores_NK)
-    grad_scores.view(-1)[source_R] = (slope * silu * up).sum(dim=-1).to(scores_NK.dtype)
-    dtype = gate_up_RG.dtype
-    return torch.cat(grads, dim=-1).to(dtype), (silu * up * score).to(dtype), grad_scores
-
-
-@swiglu_rows_backward.register_fake
-def _(
-    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(gate_up_RG), torch.empty_like(grad_RF), torch.empty_like(scores_NK)
-
-
-@swiglu_rows_backward.register_kernel("cuda")
-def _(
-    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = grad_RF.shape
-    grad, again = torch.empty_like(gate_up_RG), torch.empty_like(grad_RF)
-    grad_scores = torch.empty_like(scores_NK)
-    expert_kernels().swiglu_backward[(rows,)](
-        gate_up_RG, scores_NK, source_R, grad_RF.contiguous(), grad, again, grad_scores, width,
-        BLOCK=power(width), num_warps=4,
-    )  # fmt: skip
-    return grad, again, grad_scores
 
 
 class _GroupedExperts(torch.autograd.Function):

@@ -48,9 +48,11 @@ class LatentAttention(nn.Module):
         kv = self._heads(self.kv(self.kv_norm(narrow)))
         q_still, q_turning = self._heads(q).split([latent.nope, latent.rope], dim=-1)
         k_still, v = kv.split([latent.nope, latent.v], dim=-1)
-        k_turning = _turned(turning[:, None], tables).expand(-1, self.heads, -1, -1)
+        k_turning = _turned(turning[:, :, None], tables).expand(-1, -1, self.heads, -1)
+        # Tokens before heads in memory: what attention makes need not be copied for `out`.
         q = torch.cat([q_still, _turned(q_turning, tables)], dim=-1)
         k = torch.cat([k_still, k_turning], dim=-1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self._attend(q, k, v, tables)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -62,9 +64,10 @@ class LatentAttention(nn.Module):
         return self.core(q, k, F.pad(v, (0, lacking)), tables)[..., : v.shape[-1]]
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1))
 
 
-def _turned(x_BHSP: Tensor, tables: Tables) -> Tensor:
+def _turned(x_BSHP: Tensor, tables: Tables) -> Tensor:
     """Adjacent channels are a pair, as in DeepSeek's published weights."""
-    return rotate(x_BHSP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), tables)
+    halves = x_BSHP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(halves.transpose(1, 2), tables).transpose(1, 2)

@@ -135,6 +135,20 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+class _TokensFirst(torch.autograd.Function):
+    """The layout in which a GPU's kernel returns [B, H, S, C]: that of its queries, whose tokens
+    come before heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _, heads, tokens, size = x.shape
+        return x.as_strided(x.shape, (heads * tokens * size, size, heads * size, 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Inside, fused kernels of GPUs stand for what the CPU would do in pieces. torch normalises on
@@ -153,7 +167,7 @@ def gpu_kernels() -> Iterator[None]:
         if q.shape[-1] == v.shape[-1] or "attn_mask" in how:
             return attention(q, k, v, **how)
         fused = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return fused(q, k, v, None, True, 0.0, how.get("is_causal", False))[0]
+        return _TokensFirst.apply(fused(q, k, v, None, True, 0.0, how.get("is_causal", False))[0])
 
     with (
         compat.patched(F, "rms_norm", rms_norm),

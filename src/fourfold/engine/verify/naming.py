@@ -44,6 +44,7 @@ def name_of(answers: Answers, recipe: Recipe, device: torch.device) -> list[str]
     truth, spec = answers.truth, answers.spec
     grads, spread = _assembled((pieces["grad"] for pieces in answers.pieces), truth.grads)
     params, spread_after = _assembled((pieces["param"] for pieces in answers.pieces), truth.params)
+    moved, _ = _assembled((pieces["moved"] for pieces in answers.pieces), truth.moved)
     first, once = answers.findings[0], replace(recipe, steps=1)
     right = _is_like(first, grads, truth)  # then something goes wrong after the first step
     for words, guess in () if right else _guesses(spec):
@@ -55,10 +56,12 @@ def name_of(answers: Answers, recipe: Recipe, device: torch.device) -> list[str]
         "loss": first.losses, "norm": first.norms, "balance": [sum(parts) for parts in balance],
         "grad": _stacked(grads), "param": _stacked(params),
         "spread": _largest(spread), "spread_after": _largest(spread_after),
+        "moved": _stacked(moved),
     }  # fmt: skip
     want = {
         "loss": truth.losses, "norm": truth.norms, "grad": _stacked(truth.grads),
         "param": _stacked(truth.params), "balance": truth.balance, "start": _stacked(truth.start),
+        "moved": _stacked(truth.moved),
         "idle": _stacked_idle(truth, layers),
     }  # fmt: skip
     return compare.signature(got, want, _degrees(spec))

@@ -24,14 +24,16 @@ from fourfold.spec.run import RunSpec
 @dataclass(frozen=True, slots=True)
 class Truth:
     """Losses and norms of each step, gradients of the first, parameters after the last; on CPU.
-    `balance`: what routers add to the losses. `counts`: tokens by step, router and expert, and
-    choices dropped. `margin`: how close a token came to another expert, with the `seed` drawn."""
+    `balance`: what routers add to the losses. `start`, `moved`: what they keep, before and after
+    the first step. `counts`: tokens by step, router and expert, and choices dropped. `margin`: how
+    close a token came to another expert, with the `seed` drawn."""
 
     losses: list[float]
     norms: list[float]
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
     start: dict[str, Tensor]
+    moved: dict[str, Tensor]
     balance: list[float]
     counts: list[list[list[int]]]
     margin: float
@@ -74,7 +76,7 @@ def train_alone(
     the whole batch at once, torch's own clipping, optimizer and scaling of the loss."""
     alone = _Alone(spec, recipe, device, guess or Guess())
     shards = alone.shards
-    start = {s.name: s.values.cpu().clone() for s in shards if not s.param.requires_grad}
+    start, moved = alone.kept(), {}
     losses, norms, grads, routed = [], [], {}, []
     for step in range(recipe.steps):
         routed.append(RoutedStep(spec.batch.at(step).tokens))
@@ -83,12 +85,14 @@ def train_alone(
             learned = (shard for shard in shards if shard.param.requires_grad)
             grads = {shard.name: _grad(shard) for shard in learned}
         norms.append(alone.update(routed[-1]))
+        moved = moved or alone.kept()
     return Truth(
         losses=losses,
         norms=norms,
         grads=grads,
         params={shard.name: shard.values.cpu().clone() for shard in shards},
         start=start,
+        moved=moved,
         balance=[float(one.loss()) for one in routed],
         counts=[[counts.tolist() for counts in one.counts] for one in routed],
         margin=min(one.margin for one in routed),
@@ -115,6 +119,10 @@ class _Alone:
         self.optimizer = KINDS[spec.policy.optimizer].reference(groups, settings)
         first, scaled = ScalerSettings().initial, dtypes.compute == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=first, enabled=scaled)
+
+    def kept(self) -> dict[str, Tensor]:
+        """What routers keep between steps."""
+        return {s.name: s.values.cpu().clone() for s in self.shards if not s.param.requires_grad}
 
     def backward(self, step: int, routed: RoutedStep) -> float:
         """Gradients of the whole batch, on the masters; the loss."""
