@@ -105,7 +105,8 @@ ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Season, Calibration], RowPre
          "doubling of tp, twice the time across hosts, 5% less for each doubling of the micro "
          "batch; 18 bytes per parameter and 34 s b h per "
          "layer (NVIDIA's and torchtitan's guides)",
-         "saw": "nothing", "by": "baseline",
+         "saw": "no row, but the rule of the micro batch was added after a look at its ranks",
+         "by": "baseline",
          "url": "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-guide.html"},
         rule_of_thumb,
     ),
