@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -54,7 +55,7 @@ class NamedRange(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Spans:
     """Columns of one kind of event, by start. Seconds; `name`, `shape`, `types` and `detail` (of a
     product its strides, of a collective its group) are numbers of texts; `external` and
@@ -73,7 +74,7 @@ class Spans:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
+    @cached_property
     def seconds(self) -> Floats:
         return self.end - self.start
 

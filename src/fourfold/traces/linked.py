@@ -120,7 +120,7 @@ def _host_link(trace: Trace) -> Linked:
     ops = trace.ops
     names = np.array([text.startswith("aten::") or "::" in text for text in trace.texts], bool)
     inner = np.flatnonzero(_leaves(ops) & names[ops.name])
-    kernels = Spans(**{name: getattr(ops, name)[inner] for name in Spans.__slots__})
+    kernels = Spans(**{name: getattr(ops, name)[inner] for name in Spans.__annotations__})
     none = np.full(len(inner), -1)
     blank = Spans(kernels.start, kernels.end, kernels.name, kernels.thread, kernels.external,
                   none, none, none, none)  # fmt: skip
