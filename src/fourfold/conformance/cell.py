@@ -107,7 +107,6 @@ class Cell:
             and (self.ep > 1 or self.etp > 0 or self.has("allgather")),
             "allgather needs ep": self.has("allgather") and self.ep == 1,
             "ep x etp must divide dp x cp x tp": inner % width > 0,
-            "ep must divide the 4 experts": 4 % self.ep > 0,
             "sharding needs dp or cp": self.has(*SHARDED) and self.dp * self.cp == 1,
             "one way to shard at a time": len(self.options & {*SHARDED}) > 1,
             "overlap needs dp": self.has("overlap") and self.dp == 1,
@@ -126,9 +125,9 @@ def candidates(world: int) -> Iterator[Cell]:
         base = Cell(pp=pp, replicas=replicas, shards=shards, cp=cp, tp=tp)
         kinds = SHARDED if shards > 1 else ("", "overlap")
         models: list[tuple[set[str], dict[str, int]]] = [(set(), {}), ({"tied"}, {})]
-        for ep, etp in itertools.product((1, 2, 4), (0, 1, 2)):
+        for ep, etp in itertools.product(sizes, (0, 1, 2)):
             models.append(({"experts"}, {"ep": ep, "etp": etp}))
-        extras = ("", "sp", "interleaved", "recompute", "accumulate", "uneven")
+        extras = ("", "sp", "interleaved", "recompute", "accumulate", "uneven", "per-micro")
         for kind, (model, degrees), extra in itertools.product(kinds, models, extras):
             options = frozenset(({kind, extra} | model) - {""})
             cell = replace(base, **degrees, options=options)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,7 @@ class Lab:
         self._unread = b""
         self._known: dict[str, Told] = {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the lab)
+        self._installed: Lab | None = None
 
     def __enter__(self) -> Lab:
         return self
@@ -52,6 +54,8 @@ class Lab:
     ) -> None:
         self.end()
         self._log.close()
+        if self._installed is not None:
+            self._installed.__exit__(None, None, None)
 
     def ask(self, cell: Cell, *, seed: int = 0, size: int = 0, plant: bool = True) -> Told:
         """`plant`: with the fault that this lab was asked to break."""
@@ -62,6 +66,16 @@ class Lab:
         if line not in self._known:
             self._known[line] = self._asked(line)
         return self._known[line]
+
+    def alone(self, cell: Cell, seed: int) -> Told:
+        """The control: one rank of the same model. Of an edited copy that is wrong there too, what
+        the installed release does with one rank: what clears the adapter."""
+        told = self.ask(cell.alone(), seed=seed, plant=False)
+        if told.get("equal") or not self.release.source:
+            return told
+        if self._installed is None:
+            self._installed = Lab(replace(self.release, source=""), limit_s=self.limit_s)
+        return self._installed.ask(cell.alone(), seed=seed)
 
     def legal(self, cell: Cell) -> bool:
         return self._asked(json.dumps({"cell": str(cell), "only_legal": True}))["end"] == "legal"
@@ -85,6 +99,10 @@ class Lab:
         env = {name: value for name, value in os.environ.items() if name not in _OUTER}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
         env["PYTHONPATH"] = self.release.source
+        # Engines ask whether there is CUDA while they load: no, on CPU; and not by starting it,
+        # which ranks forked afterwards could not use.
+        env |= {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env,
             start_new_session=True,

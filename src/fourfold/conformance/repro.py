@@ -22,6 +22,7 @@ def main() -> None:
     for cell in {cells!r}:
         for seed in {seeds!r}:
             request = {{"cell": cell, "seed": seed, "limit_s": 300.0}}
+            request["break"] = {fault!r} if cell == {cells!r}[0] else ""
             found = run_cell(ENGINE, request)
             words = f"{{found['end']}} {{found.get('why', '')}}"
             print(f"--- {{cell or 'one rank'}}, seed {{seed}}: {{words}}")
@@ -38,7 +39,7 @@ if __name__ == "__main__":
 '''
 
 
-def script(release: Release, verdict: Verdict) -> str:
+def script(release: Release, verdict: Verdict, fault: str = "") -> str:
     from fourfold.conformance.cell import Cell
 
     cell = Cell.parse("" if verdict.cell == "one rank" else verdict.cell)
@@ -48,15 +49,17 @@ def script(release: Release, verdict: Verdict) -> str:
         "" if alone == "one rank" else alone,
     )
     signature = "\n".join(f"    {line}" for line in verdict.signature or (verdict.why,))
+    source = f"\nThe engine is imported from PYTHONPATH={release.source}." if release.source else ""
+    planted = f"\nThe fault {fault} is planted." if fault else ""
     resembles = f"\nIt resembles {verdict.resembles}." if verdict.resembles else ""
     head = (
         f'"""{release.name}, layout \'{verdict.cell}\', {MARK}:\n\n'
-        f"{signature}\n{resembles}\n\n"
+        f"{signature}\n{resembles}{source}{planted}\n\n"
         f"Needs torch and {release.engine}=={release.version}; runs {cell.world} ranks on CPU over "
         'gloo.\n"""\n\nfrom __future__ import annotations\n'
     )
     parts = [_text(path) for path in _ordered(release.adapter_path)]
-    main = _MAIN.format(cells=cells, seeds=(0, 1, 2))
+    main = _MAIN.format(cells=cells, seeds=(0, 1, 2), fault=fault)
     return head + "\n\n".join(parts) + main
 
 

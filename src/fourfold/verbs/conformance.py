@@ -68,6 +68,7 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
     release = find(str(request.engine), engines_folder(request.engines), request.source or "")
     if request.repro:
         files.require_mine(request.repro, mark=repro.MARK, force=False, field="repro")
+    _refuse_others(request)
     limits = {"device": request.device, "limit_s": request.limit, "fault": request.fault or ""}
     with Lab(release, **limits) as lab:
         verdicts = []
@@ -76,23 +77,29 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
             on_event(Event(f"{release.name} {cell}: {verdicts[-1].verdict}"))
     faults = [one for one in verdicts if one.verdict == "fault"]
     if request.repro and faults:
-        files.write_text(request.repro, repro.script(release, faults[0]), field="repro")
-        on_event(Event(f"repro: {request.repro} ({faults[0].cell})"))
+        files.write_text(
+            request.repro, repro.script(release, faults[0], request.fault or ""), field="repro"
+        )
+        on_event(Event(f"repro of {faults[0].cell}: {release.python} {request.repro}"))
     elif request.repro:
         on_event(Event("no fault was found, so no repro was written", "warning"))
     return Conformance(verdicts=tuple(verdicts), fault=request.fault, device=request.device)
 
 
+def _refuse_others(request: VerifyRequest) -> None:
+    """Flags of our own proof that say nothing about another engine's."""
+    ours = ("family", "models", "axis", "share_gpu", "precision", "global_batch", "micro_batch",
+            "policy", "detach")  # fmt: skip
+    defaults = VerifyRequest()
+    for name in ours:
+        if getattr(request, name) != getattr(defaults, name):
+            raise UserError("does not go with --engine", field=name, hint="leave it out")
+
+
 def _cells(request: VerifyRequest, lab: Lab) -> Iterator[Cell]:
     if request.layout is not None:
-        try:
-            cell = Cell.parse(request.layout)
-        except ValueError as error:
-            raise UserError(str(error), field="--layout", value=request.layout) from None
-        if request.world not in (None, cell.world):
-            rule = f"has {cell.world} ranks, not the {request.world} of --world"
-            raise UserError(rule, field="--layout", value=request.layout)
-        yield cell
+        for text in request.layout.split(";"):
+            yield _asked(text, request.world)
         return
     if request.world is None:
         raise UserError("is required", field="world", hint="or pass --layout")
@@ -105,6 +112,17 @@ def _cells(request: VerifyRequest, lab: Lab) -> Iterator[Cell]:
         if left and lab.legal(cell):
             left -= 1
             yield cell
+
+
+def _asked(text: str, world: int | None) -> Cell:
+    try:
+        cell = Cell.parse(text)
+    except ValueError as error:
+        raise UserError(str(error), field="--layout", value=text) from None
+    if world not in (None, cell.world):
+        rule = f"has {cell.world} ranks, not the {world} of --world"
+        raise UserError(rule, field="--layout", value=text)
+    return cell
 
 
 def matrix(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Conformance:
@@ -129,10 +147,10 @@ def matrix(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Conformanc
 
 
 def _column(lab: Lab, texts: tuple[str, ...], seed: int) -> Verdict:
-    """The first of a column's cells that the engine offers."""
-    cells = [Cell.parse(text) for text in texts]
-    offered = [cell for cell in cells if lab.legal(cell)]
-    return examine(lab, offered[0] if offered else cells[0], seed)
+    """The first of a column's cells that the engine runs; where it runs none, the first."""
+    verdicts = (examine(lab, Cell.parse(text), seed) for text in texts)
+    ran = (one for one in verdicts if one.verdict not in ("refused", "blocked"))
+    return next(ran, None) or examine(lab, Cell.parse(texts[0]), seed)
 
 
 def install_engines(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Engines:

@@ -66,24 +66,31 @@ def micro_batches(cell: Cell) -> int:
 
 
 def tiny_of(cell: Cell, size: int, **shape: Any) -> Tiny:
-    """The model of a cell, in one of two sizes; degrees must divide what they cut."""
-    whole, stages = cell.dp * micro_batches(cell), cell.pp * cell.virtual
+    """The model of a cell, in one of two sizes; degrees divide what they cut. `shape`: what the
+    engine's model fixes, up to a multiple."""
+    tp, wanted = cell.tp, 32 + 16 * size
+    heads = _up(4, tp)
+    head_dim = _up(wanted // heads, 2)
     sizes: dict = {
-        "layers": stages * math.ceil((2 + 2 * size) / stages),
-        "hidden": 32 + 16 * size,
-        "ffn": 48 + 16 * size,
-        "vocab": 64 + 32 * size,
-        "heads": max(4, cell.tp),
-        "head_dim": (32 + 16 * size) // max(4, cell.tp),
-        "kv_heads": max(2, cell.tp),
-        "seq": max(16 + 16 * size, 2 * cell.cp * cell.tp),
-        "batch": whole * math.ceil(4 / whole),
-        "experts": 4 if cell.has("experts") else 0,
+        "layers": _up(2 + 2 * size, cell.pp * cell.virtual),
+        "hidden": heads * head_dim,
+        "vocab": _up(64 + 32 * size, tp),
+        "heads": heads,
+        "head_dim": head_dim,
+        "kv_heads": _up(2, tp),
+        "seq": _up(shape.pop("seq", 16 + 16 * size), 2 * cell.cp * tp),
+        "batch": _up(4, cell.dp * micro_batches(cell)),
+        "ffn": _up(shape.pop("ffn", 48 + 16 * size), math.lcm(tp, max(1, cell.etp))),
+        "experts": _up(4, cell.ep) if cell.has("experts") else 0,
         "sinks": cell.has("sinks"),
         "tied": cell.has("tied"),
         "uneven": cell.has("uneven"),
     }
     return Tiny(**sizes | shape)
+
+
+def _up(n: int, step: int) -> int:
+    return step * math.ceil(n / step)
 
 
 def known_fields(kind: Any, wanted: dict) -> dict:
@@ -96,8 +103,6 @@ def known_fields(kind: Any, wanted: dict) -> dict:
 class Adapter:
     """One engine with a case. `standins`: kernels that this case could not take from the engine."""
 
-    # Words of the layout that only say how the engine wants to be called: tried where it differs.
-    conventions: tuple[str, ...] = ()
     # What the host imports once, so that no rank has to.
     modules: tuple[str, ...] = ()
 
@@ -123,11 +128,6 @@ class Adapter:
     def legal(cell: Cell) -> str:
         """Why the engine does not offer this cell; '' where it does."""
         raise NotImplementedError
-
-    @staticmethod
-    def blocked(cell: Cell) -> str:
-        """Why the engine may be right or wrong here, and this adapter can't tell."""
-        return ""
 
     @classmethod
     def plant(cls, fault: str) -> None:

@@ -83,6 +83,8 @@ def be_rank(
     faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs is read from the log
     torch.set_num_threads(1)
     backend = "gloo" if case.device.type == "cpu" else "nccl"
+    if backend == "nccl":
+        torch.cuda.set_device(case.device)
     adapter.prepare(case.cell)
     if fault:
         adapter.plant(fault)
@@ -175,8 +177,8 @@ def run_cell(adapter: type[Adapter], request: dict) -> dict:
     why = cell.illegal() or adapter.legal(cell)
     if why or request.get("only_legal"):
         return {"end": "refused" if why else "legal", "why": why}
-    why = adapter.blocked(cell)
-    if why:
+    if device == "cuda" and torch.cuda.device_count() < cell.world:
+        why = f"{cell.world} ranks need as many GPUs; here are {torch.cuda.device_count()}"
         return {"end": "blocked", "why": why}
     limit_s = float(request.get("limit_s", 120.0))
     with tempfile.TemporaryDirectory(prefix="cell-") as name:

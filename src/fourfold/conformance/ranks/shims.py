@@ -4,10 +4,11 @@ arithmetic that is compared, but for the stand-ins at the end, which are named i
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import itertools
 import sys
 import types
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,7 @@ def cuda_means_cpu() -> None:
     """Before the engine is imported: it asks questions about CUDA while it loads."""
     import torch._dynamo  # before the patches below: it refuses functions that it sees twice
 
-    def nothing(*a: Any, **k: Any) -> None:
-        return None
-
+    nothing: Any = lambda *a, **k: None  # noqa: E731
     same: Any = lambda f=None, **k: f if f is not None else lambda g: g  # noqa: E731
     torch.compile = same  # needs a C++ compiler on CPU, and changes nothing that is compared
     cuda: Any = torch.cuda
@@ -87,40 +86,34 @@ def cuda_means_cpu() -> None:
 def _plain_splits() -> None:
     """Split sizes that CUDA code copies to the host stay tensors here; gloo wants numbers."""
     real = dist.all_to_all_single
+    plain = lambda sizes: sizes.tolist() if hasattr(sizes, "tolist") else sizes  # noqa: E731
 
-    def plain(sizes: Any) -> Any:
-        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
-
-    def all_to_all_single(
-        output: Tensor, input: Tensor, outs: Any = None, ins: Any = None, *a: Any, **k: Any
-    ) -> Any:
-        outs, ins = k.pop("output_split_sizes", outs), k.pop("input_split_sizes", ins)
-        return real(output, input, plain(outs), plain(ins), *a, **k)
+    def all_to_all_single(output: Tensor, input: Tensor, *a: Any, **k: Any) -> Any:
+        sizes = {n: plain(k.pop(n)) for n in ("output_split_sizes", "input_split_sizes") if n in k}
+        return real(output, input, *map(plain, a[:2]), *a[2:], **sizes, **k)
 
     dist.all_to_all_single = all_to_all_single
 
 
 def _unequal_parts() -> None:
     """gloo refuses to gather and scatter parts of unequal sizes, which NCCL does."""
-    gather, scatter = dist.all_gather, dist.reduce_scatter
+    real_gather, real_scatter = dist.all_gather, dist.reduce_scatter
 
-    def all_gather(outs: Any, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(outs: Any, x: Tensor, group: Any = None, **k: Any) -> Any:
         if len({o.shape for o in outs}) == 1:
-            return gather(outs, x, group=group, async_op=async_op)
+            return real_gather(outs, x, group=group, **k)
         for out, rank in zip(outs, dist.get_process_group_ranks(group), strict=True):
             if rank == dist.get_rank():
                 out.copy_(x)
             dist.broadcast(out, rank, group=group)
         return None
 
-    def reduce_scatter(
-        out: Tensor, ins: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: Any = False
-    ) -> Any:
+    def reduce_scatter(out: Tensor, ins: Any, *a: Any, group: Any = None, **k: Any) -> Any:
         if len({i.shape for i in ins}) == 1:
-            return scatter(out, ins, op=op, group=group, async_op=async_op)
+            return real_scatter(out, ins, *a, group=group, **k)
         for part, rank in zip(ins, dist.get_process_group_ranks(group), strict=True):
             summed = part.clone()
-            dist.all_reduce(summed, op=op, group=group)
+            dist.all_reduce(summed, *a, group=group)
             if rank == dist.get_rank():
                 out.copy_(summed)
         return None
@@ -140,32 +133,26 @@ def local_attention(ring: Any) -> None:
     heads are attended to where they are, and `ring(q, k, v)` stands in where tokens are cut."""
     from torch.distributed.tensor import DTensor
 
-    real = F.scaled_dot_product_attention
+    real: Any = F.scaled_dot_product_attention
 
     def attention(q: Any, k: Any, v: Any, *a: Any, **kw: Any) -> Any:
         if not isinstance(q, DTensor):
             return real(q, k, v, *a, **kw)
         mesh, places = q.device_mesh, q.placements
-        if any(place.is_shard(2) for place in places):
-            out = ring(q.to_local(), k.to_local(), v.to_local(), mesh)
-        else:
-            out = real(q.to_local(), k.to_local(), v.to_local(), *a, **kw)
+        held = (z.to_local() for z in (q, k, v))
+        cut = any(place.is_shard(2) for place in places)
+        out = ring(*held, mesh) if cut else real(*held, *a, **kw)
         return DTensor.from_local(out, mesh, places, run_check=False)
 
     F.scaled_dot_product_attention = attention
 
 
 # Stand-ins: what computes in place of an engine's own kernel. What surrounds them is proven.
-STANDINS = {
-    "norm": "RMSNorm in torch for TENorm: Megatron's own torch norm refuses sequence parallelism",
-    "attention": "keys and values gathered for the ring kernel, which has no CPU form",
-    "flex": "scaled_dot_product_attention for flex attention, which has no backward on CPU",
-    "experts": "one product for each expert instead of a grouped one, which is for CUDA only",
-}
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    """[batch, heads, tokens, channels]; each rank of `group` holds a head and a tail chunk."""
+    """Stand-in 'attention': keys and values gathered, for rings, which have no CPU form. [batch,
+    heads, tokens, channels]; each rank of `group` holds a head and a tail chunk."""
     ranks, rank, half = dist.get_world_size(group), dist.get_rank(group), q.shape[2] // 2
 
     def tokens(i: int) -> Tensor:
@@ -178,18 +165,13 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
     return s.softmax(-1) @ v
 
 
-class SequenceNorm(nn.Module):
-    """Stand-in 'norm'."""
+class SequenceNorm(nn.RMSNorm):
+    """Stand-in 'norm' for TENorm: Megatron's own torch norm refuses sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
         said: Any = self.weight
         said.sequence_parallel = config.sequence_parallel  # as TENorm says it
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 def norm_for_sequences() -> None:
@@ -240,11 +222,50 @@ class Gathered(torch.autograd.Function):
         return grad.chunk(dist.get_world_size(ctx.group), 2)[dist.get_rank(ctx.group)], None
 
 
-def expert_products(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
-    """a's rows, grouped by `counts`, times b[expert]; rows after the last group are zeros."""
-    ends = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    parts = [a[low:high] @ b[e] for e, (low, high) in enumerate(itertools.pairwise(ends))]
-    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[-1])])
+def dense_flex_attention() -> None:
+    """Stand-in 'flex', which has no backward on CPU: the same scores by the engine's own mask."""
+    import torchtitan.models.common.attention as attention
+    from torch.nn.attention.flex_attention import create_mask
+
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
+    ) -> tuple[Tensor, None]:
+        sizes = (q.shape[0], 1, q.shape[2], k.shape[2])
+        kw = {"attn_mask": create_mask(block_mask.mask_mod, *sizes, device="cpu"), "scale": scale}
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **kw), None
+
+    attention.FlexAttention.compiled_flex_attn = staticmethod(dense)
+
+
+def ungrouped_experts() -> None:
+    """Stand-in 'experts', whose grouped product is for CUDA only: rows of A, grouped by their ends,
+    times B_t of their expert. The cast to bf16 for that kernel is left out."""
+    import torchtitan.models.common.moe as moe
+
+    def products(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        ends = [0, *offs.tolist()]
+        parts = [A[low:high] @ B_t[e] for e, (low, high) in enumerate(itertools.pairwise(ends))]
+        return torch.cat([*parts, A.new_zeros(A.shape[0] - ends[-1], B_t.shape[-1])])
+
+    tensor: Any = torch.Tensor
+    tensor.bfloat16 = lambda self: self
+    moe.GroupedExperts._grouped_mm = products
+
+
+def micro_batch_lists() -> None:
+    """torchtitan 0.3 gives a schedule lists of micro batches, which torch takes from 2.14 on; what
+    older ones make of a whole batch is handed to the same function."""
+    from torch.distributed.pipelining import schedules
+
+    def step(self: Any, **kw: Any) -> None:
+        for stage in getattr(self, "_stages", None) or [self._stage]:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(**kw)
+
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        if "arg_mbs" not in inspect.signature(kind.step).parameters:
+            kind.step = step
 
 
 def nothing_compiled() -> None:
@@ -268,14 +289,11 @@ def titan_on_cpu() -> None:
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
         if name.startswith("torchtitan") and getattr(module, "device_type", "") == "cuda":
-            module.device_type = "cpu"
-            if hasattr(module, "device_module"):
-                module.device_module = cpu
+            module.device_type, module.device_module = "cpu", cpu
 
 
 def cpu_permutation() -> None:
     """torchtitan 0.2 has a CPU form of its permutation that none of its options reaches."""
     import torchtitan.models.moe.utils as utils
 
-    real = utils.generate_permute_indices
-    utils.generate_permute_indices = functools.partial(real, use_cpu=True)
+    utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)

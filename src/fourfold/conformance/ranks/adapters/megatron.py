@@ -26,7 +26,6 @@ if not torch.cuda.is_available():
 
 
 class MegatronCore(Adapter):
-    conventions = ("cp-tokens",)
     modules = (
         "megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.pipeline_parallel",
@@ -70,7 +69,8 @@ class MegatronCore(Adapter):
         layers = gpt_layer_specs.get_gpt_layer_local_spec
         spec = layers(**known_fields(layers, wanted))
         self._stand_in(spec)
-        self.chunks = [self._chunk(spec, number) for number in range(cell.virtual)]
+        chunks = [self._chunk(spec, number) for number in range(cell.virtual)]
+        self.chunks = [chunk.to(self.case.device) for chunk in chunks]
         for chunk in self.chunks:
             for name, p in chunk.named_parameters():
                 numbers = shard_numbers(self, chunk, name)
@@ -198,10 +198,11 @@ class MegatronCore(Adapter):
         def loss(out: Tensor) -> tuple:
             total, n = (out * counts).sum(), counts.sum().int()
             seen = torch.stack([total.detach(), n])
-            if cell.has("per-micro"):
-                return total / n, torch.stack([seen[0] / n, torch.ones_like(seen[1])])
-            if cell.has("cp-tokens"):
+            if cell.has("cp-tokens", "per-micro"):
                 torch.distributed.all_reduce(n, group=self.state.get_context_parallel_group())
+            if cell.has("per-micro"):  # the schedule takes the mean over micro batches
+                part = torch.full_like(seen[1], 1 / cell.cp)
+                return total / n, torch.stack([seen[0] / n, part])
             return total, n, seen
 
         hidden = torch.ones(t.seq, t.seq, device=x.device).triu(1).bool()[None, None]

@@ -19,6 +19,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import FAULTS
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.batch import Batch
+from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
@@ -30,10 +31,13 @@ NAMES = {
 }  # fmt: skip
 
 
-def canonical(name: str) -> str:
+def numbers_of(name: str, start: dict[str, Tensor]) -> Tensor:
+    """Of a published tensor, such as layers.0.mlp.experts.3.gate.weight."""
     *path, last, _ = name.split(".")
     last = NAMES.get(last, last)
-    return f"{path[1]}.{last}" if path else last
+    if "experts" in path:
+        return start[f"{path[1]}.e{last}"][int(path[-1])]
+    return start[f"{path[1]}.{last}" if path else last]
 
 
 class Batches:
@@ -61,7 +65,8 @@ def run_of(case: Case) -> RunSpec:
         family="llama", layers=t.layers, hidden=t.hidden, ffn=t.ffn, heads=t.heads,
         kv_heads=t.kv_heads, vocab=t.vocab, positions=Positions(kind="rope", theta=t.theta),
         norm="rmsnorm", activation="swiglu", bias=False, tied=t.tied, norm_eps=t.eps,
-        head_dim=t.head_dim,
+        head_dim=t.head_dim, experts=t.experts, top_k=t.top_k if t.experts else 0,
+        moe=Moe(ffn=t.ffn, normalised=t.renorm, balance="none") if t.experts else None,
     )  # fmt: skip
     sharding: Any = next((w for w in ("zero1", "zero2", "zero3") if cell.has(w)), "zero0")
     policy = Policy(
@@ -69,15 +74,17 @@ def run_of(case: Case) -> RunSpec:
         sequence_parallel=cell.has("sp"), virtual_stages=cell.virtual,
         schedule="interleaved" if cell.virtual > 1 else "1f1b",
         recompute="full" if cell.has("recompute") else "none",
+        dispatcher="allgather" if cell.has("allgather") else "auto",
     )  # fmt: skip
     layout = Layout(
         pp=cell.pp, replicate=cell.replicas if cell.shards > 1 else 1,
         shard=cell.shards if cell.shards > 1 else cell.replicas, cp=cell.cp, tp=cell.tp,
+        ep=cell.ep, etp=max(1, cell.etp),
     )  # fmt: skip
     sizes = Batch(seq_len=t.seq, micro_batch=case.micro_rows, global_batch=t.batch)
     return RunSpec(
-        model=model, gpus=cell.world, layout=layout, batch=sizes, policy=policy, device="cpu",
-        steps=3, warmup=0,
+        model=model, gpus=cell.world, layout=layout, batch=sizes, policy=policy, steps=3,
+        device="cuda" if case.device.type == "cuda" else "cpu", warmup=0,
     )  # fmt: skip
 
 
@@ -87,7 +94,7 @@ class Own(Adapter):
 
     @staticmethod
     def legal(cell: Cell) -> str:
-        other = {"experts", "allgather", "sinks", "overlap", "per-micro", "cp-tokens"}
+        other = {"sinks", "overlap", "per-micro", "cp-tokens"}
         refused = sorted(cell.options & other)
         return f"{refused[0]} is no option here" if refused else ""
 
@@ -114,21 +121,24 @@ class Own(Adapter):
             spec, World.create(spec.layout, self.case.device.type), device=self.case.device,
             settings=OptimizerSettings(**kw), source=Batches(self.case),
         )  # fmt: skip
-        self.places: list[Tensor] = []
-        for shard in self.trainer.shards:
-            whole = self.elements.start[canonical(shard.name)]
-            rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
-            numbers = whole[rows] if whole.ndim == 1 else whole[rows, columns]
+        self.shards = [
+            (self._numbers(shard), shard)
+            for shard in self.trainer.shards
+            if shard.name.endswith(".weight")  # not what a router counts
+        ]
+        for numbers, shard in self.shards:
             self.elements.fill(shard.values, numbers)
-            self.places.append(numbers)
+
+    def _numbers(self, shard: Any) -> Tensor:
+        whole = numbers_of(shard.name, self.elements.start)
+        rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
+        return whole[rows] if whole.ndim == 1 else whole[rows, columns]
 
     def owned(self) -> list[Part]:
-        shards = zip(self.places, self.trainer.shards, strict=True)
-        return [(numbers, shard.values) for numbers, shard in shards]
+        return [(numbers, shard.values) for numbers, shard in self.shards]
 
     def gradients(self) -> list[Part]:
-        shards = zip(self.places, self.trainer.shards, strict=True)
-        return [(n, shard.grad.clone()) for n, shard in shards if shard.grad is not None]
+        return [(n, shard.grad.clone()) for n, shard in self.shards if shard.grad is not None]
 
     def step(self, step: int, look: Look) -> tuple[float, float]:
         norm, loss = self.trainer.reduce(self.trainer.accumulate(step))

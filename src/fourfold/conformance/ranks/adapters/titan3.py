@@ -1,78 +1,42 @@
 """torchtitan from 0.3: its qwen3, dense or with experts, sharding configurations, loss, clipping
-and optimizer container."""
+and optimizer container, and its Trainer's step."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.elements import local
+from fourfold.conformance.ranks.adapters.titan import Titan
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
-from fourfold.conformance.ranks.shims import cpu_histogram, expert_products, titan_on_cpu
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # flex attention is compiled while the module loads
-if not torch.cuda.is_available():
-    titan_on_cpu()
-INNER = "moe.routed_experts.inner_experts."
-NAMES = {
-    "tok_embeddings.weight": "embed", "norm.weight": "norm", "lm_head.weight": "head",
-    "attention_norm.weight": "norm1", "ffn_norm.weight": "norm2",
-    "attention.qkv_linear.wq.weight": "q", "attention.qkv_linear.wk.weight": "k",
-    "attention.qkv_linear.wv.weight": "v", "attention.wo.weight": "o",
-    "attention.q_norm.weight": "qnorm", "attention.k_norm.weight": "knorm",
-    "feed_forward.w1.weight": "gate", "feed_forward.w2.weight": "down",
-    "feed_forward.w3.weight": "up", "moe.router.gate.weight": "router",
-    f"{INNER}w1_EFD": "egate", f"{INNER}w2_EDF": "edown", f"{INNER}w3_EFD": "eup",
-}  # fmt: skip
+from fourfold.conformance.ranks.shims import (
+    cpu_histogram,
+    dense_flex_attention,
+    micro_batch_lists,
+    ungrouped_experts,
+)
 
 
-def canonical(name: str) -> str:
-    name = name.replace("_checkpoint_wrapped_module.", "")
-    if not name.startswith("layers."):
-        return NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"{layer}.{NAMES[rest]}"
-
-
-class Titan3(Adapter):
+class Titan3(Titan):
+    has_no = ("tied",)
     modules = ("torchtitan.components.loss", "torchtitan.distributed",
-               "torchtitan.models.qwen3.config_registry")  # fmt: skip
+               "torchtitan.models.qwen3.config_registry", "torchtitan.trainer")  # fmt: skip
 
-    @staticmethod
-    def legal(cell: Cell) -> str:
-        kinds = sorted(cell.options & {"zero1", "zero2", "zero3"})
-        if kinds:
-            return f"{kinds[0]}: it shards all states, as fsdp"
-        if cell.shards * cell.cp * cell.tp % cell.ep:
-            return "ep divides shards x cp x tp: write fsdp"
-        if cell.shards > 1 and not cell.has("fsdp"):
-            return "shards of dp are fsdp"
-        other = sorted(cell.options & {"tied", "sinks", "overlap", "allgather", "per-micro"})
-        if other:
-            return f"{other[0]} is no option of its qwen3"
+    @classmethod
+    def legal(cls, cell: Cell) -> str:
         if cell.etp not in (0, 1):
             return "it has no etp"
         if cell.has("experts") and cell.tp > 1 and not cell.has("sp") and cell.ep > 1:
             return "ep with tp needs sequence parallelism"
-        if cell.has("recompute"):
-            return "its activation checkpointing is a compiler pass"
-        return ""
-
-    @staticmethod
-    def blocked(cell: Cell) -> str:
-        if cell.cp > 1:
-            return "cp needs flex attention, which has no backward on CPU"
-        return ""
+        return super().legal(cell)
 
     @staticmethod
     def shape(cell: Cell) -> dict:
-        return {"qk_norm": True, "eps": 1e-6, "theta": 1e6, "renorm": True}
+        fixed = {"qk_norm": True, "eps": 1e-6, "theta": 1e6, "renorm": True}
+        blocks = {"seq": 256 * cell.cp} if cell.cp > 1 else {}  # masks are cut by blocks of 128
+        return fixed | blocks
 
     def _settings(self) -> Any:
         from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
@@ -82,12 +46,19 @@ class Titan3(Adapter):
         config.training.local_batch_size = self.case.rows
         config.training.mixed_precision_param = "float32"
         config.training.mixed_precision_reduce = "float32"
+        config.training.max_norm, config.training.disable_cuda_graphs = CLIP, True
         config.compile.enable, config.activation_checkpoint = False, None
+        if cell.has("recompute"):
+            from torchtitan.distributed.activation_checkpoint import FullAC
+
+            config.activation_checkpoint = FullAC.Config()
         p = config.parallelism
         p.tensor_parallel_degree, p.context_parallel_degree = cell.tp, cell.cp
         p.pipeline_parallel_degree, p.expert_parallel_degree = cell.pp, cell.ep
         p.data_parallel_shard_degree, p.data_parallel_replicate_degree = cell.shards, cell.replicas
         p.enable_sequence_parallel, p.spmd_backend = cell.has("sp"), "partial_dtensor"
+        p.pipeline_parallel_microbatch_size = self.case.micro_rows
+        p.pipeline_parallel_schedule = "Interleaved1F1B" if cell.virtual > 1 else "1F1B"
         return config
 
     def _model(self) -> Any:
@@ -120,50 +91,53 @@ class Titan3(Adapter):
     def build(self) -> None:
         from torchtitan.components.loss import CrossEntropyLoss
         from torchtitan.distributed import ParallelDims, utils
+        from torchtitan.trainer import Trainer
 
         self._shims()
-        self.config, self.utils = self._settings(), utils
-        p = self.config.parallelism
-        self.dims = ParallelDims.from_config(p, self.cell.world)
+        self.config, cell = self._settings(), self.cell
+        self.dims = ParallelDims.from_config(self.config.parallelism, cell.world)
         self.dims.build_mesh()
-        utils.set_spmd_backend(p.spmd_backend)
+        utils.set_spmd_backend(self.config.parallelism.spmd_backend)
         described = self._model()
         self.config.model_spec.model = described
         described.update_from_config(config=self.config)
-        model = described.build()
-        if hasattr(model, "init_states"):
+        with torch.device(self.case.device):
+            model = described.build()
             model.init_states()
-        with torch.no_grad():
-            for name, one in model.named_parameters():
-                one.copy_(self.elements.start[canonical(name)].to(one))
-        self.loss = CrossEntropyLoss.Config(global_vocab_size=self.tiny.vocab).build(
-            compile_config=self.config.compile
-        )
-        self._parallelize(model)
-        self.take(one for part in self.parts for one in part.parameters())
-        self.optimizer = self._optimizer()
+        self.fill(model.named_parameters())
+        loss = CrossEntropyLoss.Config(global_vocab_size=self.tiny.vocab)
+        loss_fn = loss.build(compile_config=self.config.compile)
+        pipeline = self._parallelize(model, loss_fn)
+        self.hire(
+            Trainer, utils, config=self.config, model_config=described, loss_fn=loss_fn,
+            optimizers=self._optimizer(),
+            gradient_accumulation_steps=1 if cell.pp > 1 else self.case.micros,
+            num_pipeline_parallel_microbatches=self.case.micros if cell.pp > 1 else 1,
+            train_context=utils.get_spmd_context(parallel_dims=self.dims, spmd_typechecking=False),
+            **pipeline,
+        )  # fmt: skip
+        self.trainer.fwd_bwd_fn = self.trainer._forward_backward_body
 
-    def _parallelize(self, model: Any) -> None:
+    def _parallelize(self, model: Any, loss_fn: Any) -> dict[str, Any]:
         spec, config = self.config.model_spec, self.config
         kw = {
             "parallel_dims": self.dims, "training": config.training,
             "parallelism": config.parallelism, "compile_config": config.compile,
-            "ac_config": None, "dump_folder": "",
+            "ac_config": config.activation_checkpoint, "dump_folder": "",
         }  # fmt: skip
-        if self.cell.pp > 1:
-            config.parallelism.pipeline_parallel_microbatch_size = self.case.micro_rows
-            config.parallelism.pipeline_parallel_schedule = (
-                "Interleaved1F1B" if self.cell.virtual > 1 else "1F1B"
-            )
-            self.schedule, self.parts, self.first, self.last = spec.pipelining_fn(
-                model, device=self.case.device, model_config=spec.model,
-                parallelize_fn=spec.parallelize_fn, loss_fn=self.loss, **kw,
-            )  # fmt: skip
-        else:
-            self.parts = [spec.parallelize_fn(model, **kw)]
-        for module in (m for part in self.parts for m in part.modules()):
-            if hasattr(module, "set_force_sum_reduction_for_comms"):  # gloo has no averaging sum
-                module.set_force_sum_reduction_for_comms(True)
+        if self.cell.pp == 1:
+            self.parts = self.sharded([spec.parallelize_fn(model, **kw)])
+            return {"model_parts": self.parts}
+        micro_batch_lists()
+        schedule, parts, first, last = spec.pipelining_fn(
+            model, device=self.case.device, model_config=spec.model,
+            parallelize_fn=spec.parallelize_fn, loss_fn=loss_fn, **kw,
+        )  # fmt: skip
+        self.parts = self.sharded(parts)
+        return {
+            "model_parts": parts, "pp_schedule": schedule, "pp_has_first_stage": first,
+            "pp_has_last_stage": last,
+        }  # fmt: skip
 
     def _optimizer(self) -> Any:
         from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
@@ -174,64 +148,20 @@ class Titan3(Adapter):
         return config.build(model_parts=self.parts)
 
     def _shims(self) -> None:
-        import torchtitan.models.common.attention as attention
-        import torchtitan.models.common.moe as moe
-
         if self.case.device.type != "cpu":
             return
-
-        def heads(self: Any, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **_: Any) -> Tensor:
-            q, k, v = (z.transpose(1, 2) for z in (q_BLNH, k_BLNH, v_BLNH))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        attention.FlexAttention.forward = heads
+        dense_flex_attention()
         self.standins.add("flex")
-        if not self.tiny.experts:
-            return
+        if self.tiny.experts:
+            ungrouped_experts()
+            cpu_histogram()
+            self.standins.add("experts")
 
-        def products(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-            counts = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
-            return expert_products(A, B_t, counts)
-
-        tensor: Any = torch.Tensor
-        tensor.bfloat16 = lambda self: self  # experts cast to bf16 for the grouped kernel
-        moe.GroupedExperts._grouped_mm = products
-        self.standins.add("experts")
-        cpu_histogram()
-
-    def _backward(self, batches: list[tuple[Tensor, Tensor]], total: Tensor) -> Tensor:
-        places = [{"positions": torch.arange(x.shape[1]).to(x).expand_as(x)} for x, _ in batches]
-        if self.cell.pp == 1:
-            losses = []
-            for (x, y), kw in zip(batches, places, strict=True):
-                loss, *_ = self.loss(self.parts[0](x, **kw), y, total)
-                loss.backward()
-                losses.append(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
-            return torch.stack(losses).sum()
-        seen: list[Tensor] | None = [] if self.last else None
-        self.schedule.step(
-            arg_mbs=[(x,) for x, _ in batches] if self.first else None, kwarg_mbs=places,
-            target_mbs=[y for _, y in batches] if self.last else None, losses=seen,
-            loss_kwargs={"global_valid_tokens": total}, return_outputs=False,
-        )  # fmt: skip
-        return torch.stack(seen).sum() if seen else torch.zeros(())
-
-    def step(self, step: int, look: Look) -> tuple[float, float]:
-        mesh, cell = self.dims.get_optional_mesh("batch"), self.cell
-        batches = self.case.ignored(step, mesh.get_local_rank() if mesh is not None else 0)
-        context = self.utils.get_spmd_context(parallel_dims=self.dims, spmd_typechecking=False)
-        self.optimizer.zero_grad()
-        total = torch.tensor(self.case.targets(step), device=self.case.device)
-        with context():
-            loss = self._backward(batches, total)
-        look()
-        norm = self.utils.clip_grad_norm_(
-            [one for part in self.parts for one in part.parameters()], CLIP, foreach=True,
-            pp_mesh=self.dims.get_optional_mesh("pp"), ep_enabled=self.dims.ep_enabled,
-        )  # fmt: skip
-        self.optimizer.step()
-        return self.sum_over_ranks(loss) / cell.tp, float(local(norm))
+    def batches(self, step: int) -> list[tuple[dict[str, Any], Tensor]]:
+        mesh = self.dims.get_optional_mesh("batch")
+        found = self.case.ignored(step, mesh.get_local_rank() if mesh is not None else 0)
+        places = torch.arange(self.tiny.seq, device=self.case.device)
+        return [({"input": x, "positions": places.expand_as(x)}, y) for x, y in found]
 
 
 ENGINE = Titan3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class DeepSpeedZero(Adapter):
         import deepspeed
 
         nothing_compiled()
+        self._watch_clipping()
         self.stage = next((n for n in (1, 2, 3) if self.cell.has(f"zero{n}")), 0)
         model = Plain(self.tiny, self.elements)
         params = list(model.parameters())
@@ -55,10 +57,10 @@ class DeepSpeedZero(Adapter):
         self.params = list(self.engine.module.parameters())
 
     def owned(self) -> list[Part]:
-        """DeepSpeed's own look at its partitions: whole weights, put together by its code."""
+        """Every rank's copy; of ZeRO 3 whole weights, put together by DeepSpeed's code."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        full = [safe_get_full_fp32_param(p) if self.stage else p for p in self.params]
+        full = [safe_get_full_fp32_param(p) if self.stage == 3 else p for p in self.params]
         return list(zip(self.numbers, full, strict=True))
 
     def gradients(self) -> list[Part]:
@@ -68,7 +70,7 @@ class DeepSpeedZero(Adapter):
         return list(zip(self.numbers, full, strict=True))
 
     def step(self, step: int, look: Look) -> tuple[float, float]:
-        case, seen, squares = self.case, torch.zeros((), dtype=torch.float64), 0.0
+        case, seen = self.case, torch.zeros((), dtype=torch.float64)
         batches = case.ignored(step, case.rank)
         for number, (x, y) in enumerate(batches):
             part = self.engine(x, y) / case.targets(step)
@@ -76,11 +78,22 @@ class DeepSpeedZero(Adapter):
             self.engine.backward(part * case.cell.dp * case.micros)  # it takes the mean of both
             if number == len(batches) - 1:
                 look()
-                held = [p.grad for p in self.params if p.grad is not None]
-                squares = sum(float(grad.double().pow(2).sum()) for grad in held)
             self.engine.step()
-        norm = self.engine.get_global_grad_norm()  # without ZeRO it clips and tells nobody
-        return self.sum_over_ranks(seen), squares**0.5 if norm is None else float(norm)
+        norm = self.engine.get_global_grad_norm() if self.stage else self.clipped[-1]
+        return self.sum_over_ranks(seen), float(norm)
+
+    def _watch_clipping(self) -> None:
+        """Without ZeRO it clips and tells nobody."""
+        import deepspeed.runtime.engine as module
+
+        self.clipped: list[Any] = []
+        clip = module.clip_grad_norm_
+
+        def clip_grad_norm_(*a: Any, **k: Any) -> Any:
+            self.clipped.append(clip(*a, **k))
+            return self.clipped[-1]
+
+        module.clip_grad_norm_ = clip_grad_norm_
 
 
 ENGINE = DeepSpeedZero
