@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 
+import fourfold
 from fourfold.conformance.cell import Cell, candidates
 from fourfold.conformance.ranks.adapters import adapter_file
 from fourfold.conformance.verdicts import COLUMNS, known_reports, resembling
+from fourfold.errors import UserError
+from fourfold.verbs.run_requests import VerifyRequest
 
 
 def test_words_are_read_back() -> None:
@@ -31,6 +34,13 @@ def test_every_cell_of_the_matrix_is_one() -> None:
         assert all(not Cell.parse(text).illegal() for text in texts)
     assert Cell.parse("ep2").illegal()
     assert Cell.parse("dp2 experts ep4").illegal()
+
+
+def test_flags_of_our_own_proof_do_not_go_with_another_engine() -> None:
+    with pytest.raises(UserError, match="does not go with --engine"):
+        fourfold.conform(VerifyRequest(engine="fourfold", layout="dp2", precision="bf16"))
+    with pytest.raises(UserError, match="has the word 'tpp'"):
+        fourfold.conform(VerifyRequest(engine="fourfold", layout="tpp"))
 
 
 def test_releases_find_their_adapter_and_faults_their_report() -> None:

@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 import torch
 
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.ranks.adapter import tiny_of
 from fourfold.conformance.ranks.compare import figures, signature
 from fourfold.conformance.ranks.elements import Elements
 from fourfold.conformance.ranks.reference import Tiny, train
@@ -30,6 +32,17 @@ def _got(**changes: float) -> dict:
                 got["grad"][name] *= factor
     squares = sum(float(value.pow(2).sum()) for value in got["grad"].values())
     return got | {"norm": [squares**0.5, *got["norm"][1:]]}
+
+
+@pytest.mark.parametrize("text", ["tp3", "pp3 cp3 tp2", "dp5 ep5 fsdp experts", "tp6 etp3 experts"])
+def test_degrees_of_any_size_divide_what_they_cut(text: str) -> None:
+    cell = Cell.parse(text)
+    for size in (0, 1):
+        t = tiny_of(cell, size, ffn=50)
+        assert t.hidden == t.heads * t.head_dim
+        assert t.heads % t.kv_heads == t.kv_heads % cell.tp == t.vocab % cell.tp == 0
+        assert t.seq % (2 * cell.cp * cell.tp) == t.batch % cell.dp == t.layers % cell.pp == 0
+        assert t.ffn % (cell.etp or cell.tp) == t.experts % cell.ep == 0
 
 
 @pytest.mark.parametrize(

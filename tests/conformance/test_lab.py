@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,16 @@ def test_an_engine_that_misbehaves_is_a_cell(lab: Lab) -> None:
     assert lab.ask(Cell.parse("dp2 tied"))["end"] == "hang"
     lab.limit_s = 180.0
     assert lab.ask(Cell.parse("dp2"))["equal"]
+
+
+def test_a_copy_that_is_wrong_with_one_rank_too_is_cleared_by_the_release(tmp_path: Path) -> None:
+    (tmp_path / "loss_scale.py").write_text("SCALE = 3.0\n")
+    with Lab(find(SMALL, Path("none"), str(tmp_path))) as lab:
+        found = examine(lab, Cell.parse("dp2"))
+        assert (found.verdict, found.signature) == ("fault", ("gradients of every weight x 3",))
+        # Without a release that is right, the adapter may be as wrong as the engine.
+        lab.release = replace(lab.release, source="")
+        assert examine(lab, Cell()).verdict == "blocked"
 
 
 @pytest.mark.parametrize(

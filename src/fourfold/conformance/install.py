@@ -123,7 +123,8 @@ def install(text: str, folder: Path, say: Callable[[str], None]) -> Release:
     pins.write_text(f"torch=={metadata.version('torch')}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     into = [*pip, "--python", str(home / "bin" / "python"), "install", "-q", "-c", str(pins)]
-    if not _works([*into, text]):
+    # What our environment has counts as there, but for the engine itself.
+    if not (_works([*into, text]) and _works([*into, "--no-deps", "--ignore-installed", text])):
         _any_python(pip, text, site)
     _run([*into, *UNSAID.get(engine, ())], text) if engine in UNSAID else None
     return _named(home, engine, folder, site)

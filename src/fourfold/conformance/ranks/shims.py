@@ -122,9 +122,8 @@ def _unequal_parts() -> None:
     patched.all_gather, patched.reduce_scatter = all_gather, reduce_scatter
 
 
-def cpu_histogram() -> None:
+def cpu_histogram(real: Any = torch.histc) -> None:
     """The CPU's histc takes floating point only; engines count tokens of experts with it."""
-    real = torch.histc
     torch.histc = lambda x, *a, **k: real(x.float(), *a, **k).to(x.dtype)
 
 
@@ -278,6 +277,13 @@ def nothing_compiled() -> None:
     comm.build_shm_op = lambda: None
     joins = {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}
     engine.UtilsBuilder = lambda: types.SimpleNamespace(load=lambda: types.SimpleNamespace(**joins))
+
+
+def tensor_ranks_on_cpu() -> None:
+    """accelerate takes tensor ranks of several devices only; CPU processes are none to it."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 
 
 def titan_on_cpu() -> None:

@@ -3,6 +3,7 @@ its Trainer. Weights come as a checkpoint of element numbers, so its loader does
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from typing import Any, cast
@@ -15,6 +16,7 @@ from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.elements import local
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, STEPS, batch
+from fourfold.conformance.ranks.shims import tensor_ranks_on_cpu
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
@@ -58,8 +60,10 @@ class Transformers(Adapter):
     def legal(cell: Cell) -> str:
         if max(cell.pp, cell.cp) > 1 or cell.etp:
             return "pp, cp and etp are not asked for here"
-        if cell.ep > 1 and (cell.tp != cell.ep or cell.dp > 1):
+        if cell.ep > 1 and cell.tp != cell.ep:
             return "its expert ranks are its tensor ranks: write tpN epN"
+        if cell.tp > 1 and cell.dp > 1:
+            return "replicas of tensor ranks are not asked for here"
         if cell.tp > 1 and cell.has("experts") and cell.ep == 1:
             return "experts are cut by tp through ep"
         other = sorted(cell.options - {"accumulate", "uneven", "tied", "experts", "recompute"})
@@ -109,17 +113,20 @@ class Transformers(Adapter):
         if self.case.rank == 0:
             model.save_pretrained(folders[0])
         dist.barrier()
-        expert: dict = {}
-        if self.cell.ep > 1:
-            expert = {"distributed_config": DistributedConfig(enable_expert_parallel=True)}
+        asked: dict = {"tp_size": self.cell.tp, "tp_plan": "auto"}
+        config = {"enable_expert_parallel": self.cell.ep > 1}
+        if "tp_size" in inspect.signature(DistributedConfig).parameters:
+            config, asked = config | asked, {}
+        asked["distributed_config"] = DistributedConfig(**config)
         kind = type(model)
         found = kind.from_pretrained(
-            folders[0], tp_plan="auto", attn_implementation="eager", dtype=torch.float32, **expert
+            folders[0], attn_implementation="eager", dtype=torch.float32, **asked
         )
         found.config.use_cache = False
         return found
 
     def build(self) -> None:
+        from accelerate.parallelism_config import ParallelismConfig
         from transformers import Trainer, TrainingArguments
 
         model = self._model()
@@ -129,6 +136,9 @@ class Transformers(Adapter):
         if self.cell.tp > 1:
             model = self._sharded(model)
         self.take(model.parameters())
+        if self.case.device.type == "cpu":
+            tensor_ranks_on_cpu()
+        tensor_ranks = ParallelismConfig(tp_size=self.cell.tp) if self.cell.tp > 1 else None
         arguments = TrainingArguments(
             output_dir=tempfile.gettempdir(), use_cpu=self.case.device.type == "cpu",
             max_steps=STEPS, per_device_train_batch_size=self.case.micro_rows,
@@ -137,6 +147,7 @@ class Transformers(Adapter):
             lr_scheduler_type="constant", optim="adamw_torch", report_to=[], save_strategy="no",
             disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
             gradient_checkpointing=self.cell.has("recompute"), logging_strategy="no",
+            parallelism_config=tensor_ranks,
         )  # fmt: skip
         rows = TokenRows(self)
         self.trainer = cast("Any", Trainer(model=model, args=arguments, train_dataset=rows))
@@ -147,7 +158,11 @@ class Transformers(Adapter):
         """Its whole loop, watched where it computes a loss and where it clips."""
         parts: list[float] = []
         norms: list[float] = []
-        compute, clip = self.trainer.training_step, self.trainer.accelerator.clip_grad_norm_
+        compute = self.trainer.training_step
+        at, name = self.trainer, "_clip_grad_norm"  # of older ones accelerate's
+        if not hasattr(at, name):
+            at, name = self.trainer.accelerator, "clip_grad_norm_"
+        clip = getattr(at, name)
 
         def training_step(*a: Any, **k: Any) -> Tensor:
             loss = compute(*a, **k)
@@ -162,7 +177,7 @@ class Transformers(Adapter):
             return norm
 
         self.trainer.training_step = training_step
-        self.trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+        setattr(at, name, clip_grad_norm_)
         self.trainer.train()
         n, ranks = self.case.micros, self.cell.world
         means = [
