@@ -3,6 +3,8 @@ misbehaviour by option."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import signal
 import time
@@ -10,15 +12,15 @@ import time
 import torch
 import torch.distributed as dist
 
-try:
-    from loss_scale import SCALE  # what an edited copy of this engine has
-except ImportError:
-    SCALE = 1.0
-
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.plain import Plain
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
+
+
+# An edited copy of this engine has a module of this name.
+EDITED = importlib.util.find_spec("loss_scale") is not None
+SCALE: float = importlib.import_module("loss_scale").SCALE if EDITED else 1.0
 
 
 class Small(Adapter):

@@ -12,12 +12,14 @@ from fourfold.verbs.conformance import Conformance
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8882; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 110rem;
   padding: 0 1rem; }
+p, ul { max-width: 76rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 th, td { border: 1px solid var(--line); padding: .3rem .5rem; text-align: left; }
 thead th { vertical-align: bottom; background: var(--soft); }
+th:first-child { position: sticky; left: 0; background: Canvas; }
 td b { display: block; } td small, td i { display: block; font-style: normal; opacity: .75; }
 .equal b { color: #2e7d32; } .stand-in b { color: #00796b; } .fault { background: #c6282833; }
 .fault b { color: #c62828; } .refused b, .blocked b { opacity: .6; font-weight: normal; }

@@ -114,7 +114,7 @@ class Transformers(Adapter):
             model.save_pretrained(folders[0])
         dist.barrier()
         asked: dict = {"tp_size": self.cell.tp, "tp_plan": "auto"}
-        config = {"enable_expert_parallel": self.cell.ep > 1}
+        config: dict = {"enable_expert_parallel": self.cell.ep > 1}
         if "tp_size" in inspect.signature(DistributedConfig).parameters:
             config, asked = config | asked, {}
         asked["distributed_config"] = DistributedConfig(**config)

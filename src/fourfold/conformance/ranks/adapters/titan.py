@@ -66,8 +66,8 @@ class Titan(Adapter):
         kinds = sorted(cell.options & {"zero1", "zero2", "zero3"})
         other = sorted(cell.options & {*cls.has_no, "sinks", "overlap", "allgather", "per-micro"})
         rules = {
-            f"{kinds[:1]}: it shards all states, as fsdp": kinds,
-            f"{other[:1]} is no option of its llama3 and qwen3": other,
+            f"{', '.join(kinds)}: it shards all states, as fsdp": kinds,
+            f"{', '.join(other)} is no option of its llama3 and qwen3": other,
             "ep divides shards x cp x tp: write fsdp": cell.shards * cell.cp * cell.tp % cell.ep,
             "shards of dp are fsdp": cell.shards > 1 and not cell.has("fsdp"),
         }
