@@ -17,7 +17,6 @@ from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.plain import Plain
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
 
-
 # An edited copy of this engine has a module of this name.
 EDITED = importlib.util.find_spec("loss_scale") is not None
 SCALE: float = importlib.import_module("loss_scale").SCALE if EDITED else 1.0
