@@ -69,7 +69,7 @@ HONEST = {
     ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
     **{
         ("shardings", f"conformance/ranks/adapters/{engine}.py"): "what the engine has of them"
-        for engine in ("own", "titan2", "titan3", "zero")
+        for engine in ("own", "zero")
     },
     ("axes", "logs/mapping.py"): "headings that people use for each column",
     ("axes", "logs/row.py"): "columns without which a row is incomplete",

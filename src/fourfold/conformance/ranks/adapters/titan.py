@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fourfold.conformance.cell import Cell
+from fourfold.conformance.cell import SHARDED, Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.reference import LR
 from fourfold.conformance.ranks.shims import Nothing, titan_on_cpu
@@ -63,7 +63,7 @@ class Titan(Adapter):
 
     @classmethod
     def legal(cls, cell: Cell) -> str:
-        kinds = sorted(cell.options & {"zero1", "zero2", "zero3"})
+        kinds = sorted(cell.options & {*SHARDED} - {"fsdp"})
         other = sorted(cell.options & {*cls.has_no, "sinks", "overlap", "allgather", "per-micro"})
         rules = {
             f"{', '.join(kinds)}: it shards all states, as fsdp": kinds,
