@@ -40,7 +40,7 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
-class Nothing:
+class Nothing(contextlib.nullcontext):
     """A stream, an event, a context: takes every call and does nothing."""
 
     def __init__(self, *a: Any, **k: Any) -> None: ...
@@ -49,12 +49,6 @@ class Nothing:
 
     def __getattr__(self, name: str) -> Nothing:
         return Nothing()
-
-    def __enter__(self) -> Nothing:
-        return self
-
-    def __exit__(self, *a: Any) -> bool:
-        return False
 
 
 def cuda_means_cpu() -> None:
