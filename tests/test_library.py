@@ -107,6 +107,7 @@ stored = f.runs(f.RunsRequest(runs=STORE)).runs
 done = [
     f.plan(f.PlanRequest(**PLAN)),
     f.explain(f.PlanRequest(**PLAN), "dp8").explanation,
+    f.fit_check(f.PlanRequest(**PLAN), "dp8"), f.support(f.SupportRequest(model="llama-tiny")),
     f.front(f.PlanRequest(**PLAN), "memory"),
     f.largest(f.PlanRequest(**PLAN | dict(micro_batch=1, layout="tp8")), "sequence"),
     f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),
