@@ -85,7 +85,7 @@ def test_flags_name_what_happened_in_the_window() -> None:
         window_s=80.0,
     )
     text = "; ".join(flags(loud))
-    for word in ("throttled", "2 allocator retries", "1 recompiles", "GEMMs -20%", "wall clock"):
+    for word in ("throttled", "2 allocator retries", "1 recompile in", "GEMMs -20%", "wall clock"):
         assert word in text
 
 

@@ -265,8 +265,8 @@ CASES = [
     ),
     (
         "dispatcher",  # counts of tokens come to the host
-        {"model": MIXTRAL, "layout": "dp2 ep2", "cuda_graph": True},
-        {"model": MIXTRAL, "layout": "dp2", "cuda_graph": True},
+        {"model": MIXTRAL, "layout": "dp2 ep2", "cuda_graph": True, "stack": "fourfold"},
+        {"model": MIXTRAL, "layout": "dp2", "cuda_graph": True, "stack": "fourfold"},
     ),
     ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
     (
@@ -354,4 +354,6 @@ def test_stack_names_carry_years_and_flavours() -> None:
         "torchtitan",
         "nanotron",
         "llm-foundry",
+        "accelerate",
+        "deepspeed",
     }

@@ -248,7 +248,7 @@ def test_bare_name_of_a_gpu_is_its_usual_size(
             "--gpu h200 cannot be combined with cluster",
         ),
         (["--gpu", "h200", "--gpus", "8", "--stack", "megatorn"], "did you mean 'megatron'?"),
-        (["--gpu", "h200", "--gpus", "8", "--stack", "foo"], "known: aleph,"),
+        (["--gpu", "h200", "--gpus", "8", "--stack", "foo"], "known: accelerate, aleph,"),
         (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "--price -1.0 must be 0 or more"),
         (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "is not a number"),
     ],

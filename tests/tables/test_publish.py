@@ -162,7 +162,7 @@ def test_measured_again_shows_the_newest_and_keeps_both(style: str) -> None:
     shown = write(document, "md")
     newest = publish([new], style, "mpt").tables[0].data[0].cells
     assert table.data[0].cells == newest
-    assert "before" in shown
+    assert "(earlier " in shown
     assert "hang" in shown
 
 

@@ -8,7 +8,6 @@ knows the table would find its rows by the rest.
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fourfold.cost.fit.folds import Bools, keys_of
 from fourfold.cost.table.reference import SCHEMA, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
+from fourfold.escape import csv_text
 
 RESULTS = ("step_s", "tokens_s_gpu", "tflops_gpu", "flop_rule", "mem_gb", "status")
 ANSWERS = ("row_id", "step_s", "mem_gb", "status", "seen")
@@ -51,10 +51,7 @@ class Season:
 def make(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
     """(name of a file -> its text) of a season that asks about the rows of these tables."""
     columns = [name for name in SCHEMA if name not in RESULTS]
-    tasks, answers = io.StringIO(), io.StringIO()
-    asked, known = (csv.writer(out, lineterminator="\n") for out in (tasks, answers))
-    asked.writerow(columns)
-    known.writerow(ANSWERS)
+    tasks, answers = [columns], [list(ANSWERS)]
     fitted = {entry.key for entry in shipped.entries if entry.rows_time}
     for path in tables:
         rows = parse(read_table(path))
@@ -63,11 +60,10 @@ def make(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
             cells = {name: rows.table.column(name)[i] for name in SCHEMA}
             setting = _SETTING.search(cells["note"])
             cells["note"] = setting[0] if setting else ""
-            asked.writerow([cells[name] for name in columns])
-            known.writerow(
-                [cells[name] for name in ANSWERS if name != "seen"] + [str(int(seen[i]))]
-            )
-    return {"tasks.csv": tasks.getvalue(), "answers.csv": answers.getvalue()}
+            tasks.append([cells[name] for name in columns])
+            told = [cells[name] for name in ANSWERS if name != "seen"]
+            answers.append([*told, str(int(seen[i]))])
+    return {"tasks.csv": csv_text(tasks), "answers.csv": csv_text(answers)}
 
 
 def read(folder: str) -> Season:
