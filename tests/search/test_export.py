@@ -155,7 +155,13 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_DEBUG" "$PYTHONPATH" "$@"\n')
     fake.chmod(0o755)
-    env = {"PATH": os.environ["PATH"], "TORCHRUN": str(fake), "NODE_RANK": "1", "MASTER_ADDR": "n0"}
+    env = {
+        "PATH": os.environ["PATH"],
+        "TORCHRUN": str(fake),
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "n0",
+        "TRAIN": "train.py",
+    }
     stand_alone = tmp_path / "all.sh"
     stand_alone.write_text(export.write(engine, one))
     for script in (folder / "run.sh", stand_alone):
