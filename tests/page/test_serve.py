@@ -217,7 +217,7 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
     ):
         with pytest.raises(UserError, match=said):
             plan_request({**ASKED, **change})
-    row = {"training_s": 40 * 86400.0, "step_s": 1.0, "step_s_high": 1.2}
+    row = {"training_s": 40 * 86400.0, "training_s_high": 48 * 86400.0}
     data = {"rows": [row], "gpus": 16, "host_gpus": 8}
     assert "about 24 GPUs" in Views.deadline({"days": "30"}, data)["deadline"]
     assert "48 are not" in Views.deadline({"days": "45"}, data)["deadline"]

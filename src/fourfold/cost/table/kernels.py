@@ -42,7 +42,7 @@ def kernels(
     overlaps = words.mask(lambda w: not w.no_overlap)
     facts["overlap_dp"] = stack.array(lambda s: s.overlap_dp) * overlaps
     stated = words.array(lambda w: -1.0 if w.async_tp is None else w.async_tp)
-    usual_tp = stack.array(lambda s: s.overlap_tp) * overlaps
+    usual_tp = stack.array(lambda s: s.overlap_tp) * overlaps * (facts["sp"] > 0)
     facts["overlap_tp"] = np.where(stated < 0, usual_tp, stated)
 
 
