@@ -6,7 +6,8 @@ that is 90% sure to fit. Regret: how much longer a step takes than with the best
 that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody: a constant
 MFU, which knows no difference (the mean over what it believes to fit), and the rule of thumb of the
 engines' guides: as little model parallelism as fits, tensor parallelism inside of a host before a
-pipeline, the largest micro batch.
+pipeline, the largest micro batch. The shipped calibration was fitted with these tables, so the tool
+knows them: docs/accuracy.md has errors on tables that it does not.
 
     python scripts/agent_tasks.py [--tasks N]
 """
