@@ -108,6 +108,8 @@ done = [
     f.plan(f.PlanRequest(**PLAN)),
     f.explain(f.PlanRequest(**PLAN), "dp8").explanation,
     f.fit_check(f.PlanRequest(**PLAN), "dp8"), f.support(f.SupportRequest(model="llama-tiny")),
+    f.calendar(f.CalendarRequest(plan=f.PlanRequest(**PLAN, tokens=10**9))),
+    f.exam(f.ExamRequest(folder={str(ROOT / "exam/season1")!r})),
     f.front(f.PlanRequest(**PLAN), "memory"),
     f.largest(f.PlanRequest(**PLAN | dict(micro_batch=1, layout="tp8")), "sequence"),
     f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),
@@ -129,6 +131,7 @@ done = [
 assert all(answer.rows() for answer in done)
 f.export(f.PlanRequest(**PLAN, export="torchrun"))
 refused(f.fit, f.FitRequest())
+refused(f.diagnose, ["nowhere"])
 refused(f.dryrun, SPEC, rank=9)
 refused(f.one_rank, RUN, f.OneRankRequest(as_rank="9"))
 refused(f.verify, f.VerifyRequest())
