@@ -36,6 +36,7 @@ from fourfold.verbs.dryrun import DryRun
 from fourfold.verbs.fit import Fitted
 from fourfold.verbs.machine import read_profile
 from fourfold.verbs.weights import ExportedWeights
+from tests.traces import simulated
 
 ROOT = Path(__file__).parent.parent
 VERBS = ("plan", "predict", "bench", "sweep", "train", "verify", "dryrun", "report")
@@ -64,6 +65,9 @@ TABLES = (
     ["report", RECORDED, "--style", "mpt"],
     ["report", RECORDED, str(ROOT / "tests/golden/raw_samples.md"), "--style", "topology"],
     ["report", RECORDED, "--style", "scaling"],
+    ["support", "llama-3.1-8b"],
+    ["calendar", *SMALL, "--gpu", "h100-80gb", "--tokens", "1B"],
+    ["exam", str(ROOT / "exam/season1")],
     ["lint", "--rules"],
     ["lint", str(ROOT / "tests/golden/raw_samples.md")],
     ["score", str(ROOT / "tests/golden/mpt.csv")],
@@ -306,7 +310,9 @@ def _words(tmp_path: Path) -> dict[str, list[str]]:
     release = tmp_path / "engines" / "deepspeed-1.0"
     release.mkdir(parents=True)
     (release / ".ready").write_text("deepspeed==1.0")
+    (tmp_path / "trace.json").write_text(json.dumps(simulated.trace(simulated.Shape())))
     return {
+        "diagnose": ["diagnose", str(tmp_path / "trace.json")],
         "engines": ["engines", "--engines", str(release.parent)],
         "bench": ["bench", "--spec", str(tmp_path / "run.toml"), "--runs", runs],
         "sweep": ["sweep", str(tmp_path / "sweep.toml"), "--runs", runs],

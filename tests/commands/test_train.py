@@ -192,7 +192,7 @@ def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     (checkpoint(folder, 5) / "__0_0.distcp").unlink()
     said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
-    assert "has 1 checkpoints, none of them intact" in said
+    assert "has 1 checkpoint, none of them intact" in said
     assert "__0_0.distcp is missing" in said
     assert "--fresh" not in said
     assert len(curve.parse(folder.metrics).points) == 5

@@ -222,7 +222,7 @@ def test_places_are_filled_and_strange_ones_refused() -> None:
     [
         ("", "command"),
         ("command = []", "is required; write"),
-        ('command = ["a"]\nexport = "deepspeed"', "unknown engine"),
+        ('command = ["a"]\nexport = "nowhere"', "unknown engine"),
         ('command = ["a"]\nreader = "axolotl"', "unknown reader"),
         ('command = ["a"]\nshell = true', "unknown field"),
         ('command = ["", "a"]', "must begin with a program"),

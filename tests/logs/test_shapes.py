@@ -462,12 +462,12 @@ def titan_03(*said: str, rate: int = 5890) -> str:
 @pytest.mark.parametrize(
     ("said", "recompute", "precision"),
     [
-        (("Applied SelectiveAC activation checkpointing to the model",), "selective", ""),
-        (("Applied FullAC activation checkpointing to the model",), "full", ""),
-        (("Applied MyAC activation checkpointing to the model",), "", ""),
-        (("Selected 0.5 budget option",), "", ""),
+        (("Applied SelectiveAC activation checkpointing to the model",), "selective", "bf16"),
+        (("Applied FullAC activation checkpointing to the model",), "full", "bf16"),
+        (("Applied MyAC activation checkpointing to the model",), "", "bf16"),
+        (("Selected 0.5 budget option",), "", "bf16"),
         (("Float8 training active with recipe rowwise",), "none", "fp8"),
-        ((), "none", ""),
+        ((), "none", "bf16"),
     ],
 )
 def test_torchtitan_03_names_its_policy_and_counts_its_parameters(

@@ -306,7 +306,7 @@ def test_without_an_engine_the_best_of_each_stands_side_by_side() -> None:
     )
     answer = plan(request)
     assert {one.engine for one in answer.engines} == {
-        "megatron", "torchtitan", "nanotron", "fourfold"
+        "megatron", "torchtitan", "nanotron", "accelerate", "deepspeed", "fourfold"
     }  # fmt: skip
     best = {one.engine: one.row for one in answer.engines}
     assert best["megatron"] == answer.best

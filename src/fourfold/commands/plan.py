@@ -51,7 +51,9 @@ OPTIONS = (
     ),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option("--out", "folder for --export; file for torchrun (default stdout)", "PATH", rare=True),
-    option("--job", "with --export: a job that runs it, as one file", choices=tuple(AROUND)),
+    option(
+        "--job", "with --export: a job that runs it, as one file", choices=tuple(AROUND), rare=True
+    ),
     option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),
     option("--html", "write one page: the answer, charts, settings for every engine", "FILE"),
     option("--open", "with --html: show the page in a browser", switch=True, rare=True),

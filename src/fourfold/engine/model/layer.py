@@ -44,6 +44,7 @@ class Layer(nn.Module):
     def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
         x_BSD, seen_BSD = self.attend(x_BSD, tables)
         y_BSD = self.mlp(seen_BSD)
+        del seen_BSD  # kept where gradients need it, not by its name
         return x_BSD + (self.mlp_norm(y_BSD) if self.norms_after else y_BSD)
 
     def attend(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:

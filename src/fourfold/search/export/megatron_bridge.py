@@ -16,7 +16,7 @@ CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    return catalog.data("engines/megatron-bridge.toml")
+    return catalog.data("megatron-bridge.toml")
 
 
 def check(model: ModelShape, engine: ExportEngine) -> None:
