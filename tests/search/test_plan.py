@@ -470,7 +470,7 @@ PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16",
 
 
 def test_command_json_has_the_promised_fields(capsys) -> None:
-    assert main([*PLAN, "--format", "json", "--top", "4", "--tokens", "1e12"]) == 0
+    assert main([*PLAN, "--format", "json", "--top", "4", "--tokens", "1e12", "--lost", "0"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["candidates"] == said["legal"] + sum(said["refused"].values())
     assert len(said["ranked"]) == 4
@@ -586,7 +586,9 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
     try:
         export.write(release, setup)
     except UserError:
-        assert release == "nanotron"
+        assert release == "nanotron" or (
+            release in ("accelerate", "deepspeed") and precision == "fp8"
+        )
         return
     ranking = rank_layouts(asked, least=300)
     assert len(ranking) > 20
