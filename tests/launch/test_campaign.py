@@ -181,7 +181,7 @@ def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
         assert worker.wait(timeout=20) == -9
         assert other.poll() is None
         assert len(kept) == 1
-        assert any("ended 1 processes" in line for line in said)
+        assert any("ended 1 process of" in line for line in said)
         assert list((tmp_path / WORK).iterdir()) == []
         assert end_processes_of(place) == 0
     finally:

@@ -85,7 +85,7 @@ def test_a_plan_that_fits_nowhere_still_makes_a_page(view, tmp_path) -> None:
     words = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len",
              "8192", "--global-batch", "8", "--stack", "megatron"]  # fmt: skip
     assert cli.main([*words, "--html", str(page)]) == 1
-    assert "no layout fits" in view(page).text("#answer")
+    assert "No layout fits" in view(page).text("#answer")
 
 
 def test_timelines_have_every_action() -> None:

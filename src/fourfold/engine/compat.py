@@ -95,22 +95,23 @@ def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """torch's flash kernel of the device, with its logsumexp."""
-    if _on_host(q):
+    if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """cuDNN's, which takes values narrower than keys."""
+    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[0]
 
 
 def flash_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
-    if _on_host(q):
+    if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
         )

@@ -78,7 +78,7 @@ def is_nccl(kernel: str) -> bool:
 def simple_part(kernel: str, op: str) -> str | None:
     """By names alone; None: an ordinary kernel over memory, whose shapes say more."""
     both = f"{op} {kernel}"
-    if op in ("aten::_grouped_mm", "aten::_scaled_grouped_mm") or "grouped_gemm" in both:
+    if op in GROUPED or "grouped_gemm" in both:
         return EXPERTS
     if _ATTENTION.search(op) or (_ATTENTION.search(kernel) and not op.startswith("aten::mm")):
         return ATTENTION
@@ -99,6 +99,7 @@ def _is_product(kernel: str, op: str) -> bool:
     return bool(_PRODUCT.search(kernel)) and not kernel.startswith(("triton_poi", "triton_red"))
 
 
+GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 _MULTIPLY = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "linear", "matmul", "addmv", "mv"}
 
 

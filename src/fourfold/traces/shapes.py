@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from fourfold.traces.events import PRODUCT_OPS
 from fourfold.traces.linked import Dims, Linked
-from fourfold.traces.parts import is_helper
+from fourfold.traces.parts import GROUPED, is_helper
 
-_GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 _ATTENDS = re.compile("attention|flash_attn", re.IGNORECASE)
 # A vocabulary is at least so much wider than what comes before its product.
 _LEAST_VOCAB = 4
@@ -79,7 +78,7 @@ def _product(op: str, at: int, linked: Linked) -> Multiplied | None:
         return None
     a, b = dims[first], dims[first + 1]
     ways = tuple(_is_transposed(strides, first + i) for i in (0, 1))
-    if op in _GROUPED:
+    if op in GROUPED:
         return _grouped(at, a, b, dims)
     if len(a) == len(b) == 2:
         return Multiplied(at, a[0], b[1], a[1], 1, ways)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def _factor(have: Tensor | None, want: Tensor, degrees: dict[str, int]) -> str:
     c, left = multiple(have, want)
     if left < EXACT:
         return factor_name(c, degrees)
-    size = degrees.get("ep", 1)
+    size = next((size for axis, size in degrees.items() if axis.lower() == "ep"), 1)
     if want.dim() == 3 and size > 1 and want.shape[0] % size == 0:
         mixed = want.unflatten(0, (size, -1)).sum(0).repeat(size, 1, 1)
         if float((have - mixed).abs().max()) < EXACT * float(mixed.abs().max()):

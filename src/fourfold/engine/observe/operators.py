@@ -166,8 +166,7 @@ def gpu_kernels() -> Iterator[None]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if q.shape[-1] == v.shape[-1] or "attn_mask" in how:
             return attention(q, k, v, **how)
-        fused = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return _TokensFirst.apply(fused(q, k, v, None, True, 0.0, how.get("is_causal", False))[0])
+        return _TokensFirst.apply(compat.fused_forward(q, k, v, causal=how.get("is_causal", False)))
 
     with (
         compat.patched(F, "rms_norm", rms_norm),
