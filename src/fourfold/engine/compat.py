@@ -95,9 +95,13 @@ def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """torch's flash kernel of the device, with its logsumexp."""
-    if q.device.type == "cpu":
+    if _on_host(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
@@ -111,10 +115,9 @@ def flash_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
-        )
+    if _on_host(q):
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal)
     # No dropout, so the generator's state is never read. The kernel reads the logsumexp as if it
     # were contiguous, without a look at its strides: half of the queries is a slice.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -272,7 +275,6 @@ def distributed_tensors() -> tuple[type, ...]:
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `value`."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
