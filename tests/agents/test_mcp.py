@@ -14,13 +14,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import anyio
 import jsonschema
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 
 from fourfold.agents import fence, tools
 from fourfold.errors import UserError
+from tests.loops import awaited
 
 ASKED = {"model": "llama-3.1-70b", "gpu": "h100-80gb", "gpus": 512, "seq_len": "8k",
          "global_batch": "4M", "stack": "megatron"}  # fmt: skip
@@ -36,7 +36,7 @@ def _with_client(folder: Path, work: Callable[[Client], Awaitable[None]]) -> Non
         async with Client(stdio_client(server)) as client:
             await work(client)
 
-    anyio.run(run)
+    awaited(run())
 
 
 def _text(result: Any) -> str:
@@ -233,7 +233,7 @@ def test_the_tool_chooses_better_than_a_rule_of_thumb() -> None:
     sys.modules["agent_tasks"] = module
     spec.loader.exec_module(module)
     assert len(module.tasks()) == 20
-    found = anyio.run(module.evaluate, 20)
+    found = awaited(module.evaluate(20))
     tool, rule, constant = (
         [task.regret(chosen) for task, chosen, _ in found],
         [task.regret(chosen) for task, _, chosen in found],

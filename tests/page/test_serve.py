@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from urllib.parse import urlencode
@@ -43,6 +42,7 @@ from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.spec import catalog, codec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs.requests import PlanRequest
+from tests.loops import awaited
 
 from .reading import Axis
 from .sample import fill, report, specs
@@ -54,12 +54,6 @@ FILES = 192  # that the server may have open
 LARGE = PlanRequest(
     model="llama-3.1-70b", gpu="h100-80gb", gpus=512, seq_len=8192, global_batch=1024
 )
-
-
-def awaited(work):
-    """In a thread of its own: the browser's driver has a loop in this one."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
 
 
 def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **headers: str):
