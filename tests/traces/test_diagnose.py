@@ -18,6 +18,7 @@ from fourfold.errors import UserError
 from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
 from fourfold.traces import parts
+from tests.logs import written
 from tests.sampling import examples
 from tests.traces import simulated
 from tests.traces.simulated import Shape
@@ -234,3 +235,31 @@ def test_an_export_of_nsys_is_read(tmp_path: Path) -> None:
     assert found.causes[0].name == "data loader"
     assert found.unplaced_share < 0.02
     assert found.settings["gpu"].value == "NVIDIA H200"
+
+
+def test_a_log_of_the_run_overrules_the_trace_and_says_where(tmp_path: Path) -> None:
+    row = {
+        "n_gpus": "8", "tp": "2", "pp": "1", "dp": "4", "cp": "1", "vpp": "1", "n_layers": "4",
+        "d_model": "2048", "n_heads": "64", "n_kv_heads": "16", "d_ff": "16384", "vocab": "64000",
+        "seq_len": "8192", "mbs": "2", "gbs": "16", "step_s": "0.2", "mem_gb": "", "status": "ok",
+        "sharding": "zero1", "act_ckpt": "full", "precision": "bf16", "family": "llama",
+        "tflops_gpu": "100", "attention": "fused", "sequence_parallel": "1", "tied": "0",
+    }  # fmt: skip
+    log = tmp_path / "run.log"
+    log.write_text(written.megatron(row, deepspeed=False))
+    found = diagnosed(tmp_path, simulated.trace(SHAPE), log=str(log))
+    settings, spec = found.settings, found.found.spec
+    assert spec is not None
+    assert (spec.layout.tp, spec.layout.dp, spec.gpus) == (2, 4, 8)
+    assert (settings["tp"].value, settings["heads"].value) == (2, 32)
+    assert settings["heads"].doubt == ""  # 64 over two ranks is what the trace shows
+    assert settings["recompute"].value == "full"
+    assert "the trace says none" in settings["recompute"].doubt
+    with pytest.raises(UserError, match="has no run in it"):
+        diagnosed(tmp_path, simulated.trace(SHAPE), log=str(_written(tmp_path, "hello\n")))
+
+
+def _written(folder: Path, text: str) -> Path:
+    path = folder / "other.log"
+    path.write_text(text)
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 QKV, OUT, UP, DOWN, HEAD, ROUTER, EXPERTS, OTHER = (
     f"products: {name}"
@@ -71,6 +72,7 @@ def is_helper(kernel: str) -> bool:
     )
 
 
+@cache  # millions of kernels have a few hundred names
 def is_nccl(kernel: str) -> bool:
     return NCCL.search(kernel) is not None
 

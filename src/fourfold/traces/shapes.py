@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from fourfold.traces.events import PRODUCT_OPS
@@ -51,6 +52,11 @@ class Shapes:
     products: list[Multiplied] = field(default_factory=list)
 
 
+@cache
+def _attends(op: str) -> bool:
+    return bool(_ATTENDS.search(op)) and "backward" not in op.lower()
+
+
 def shapes_of(linked: Linked, inside: list[int]) -> Shapes:
     """From the kernels `inside` the steps."""
     found = Shapes()
@@ -63,7 +69,7 @@ def shapes_of(linked: Linked, inside: list[int]) -> Shapes:
             product = _product(op, at, linked)
             if product is not None:
                 found.products.append(product)
-        elif _ATTENDS.search(op) and "backward" not in op.lower():
+        elif _attends(op):
             attention[op, linked.dims(at)] += 1
     _read_attention(found, attention)
     _read_embedding(found, linked)

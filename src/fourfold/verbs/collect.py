@@ -108,7 +108,7 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
     check_out(out, force=request.force)
     done = []
     for logs in _by_run(_expanded(request.logs)):
-        one, log = _read(logs, request.reader, mapping), logs[0]
+        one, log = read_files(logs, request.reader, mapping), logs[0]
         one.is_named = not set(logs).isdisjoint(request.logs)
         extra = [fields for pattern, fields in by_file if fnmatch.fnmatch(Path(log).name, pattern)]
         own = {k: v for fields in extra for k, v in fields.items()} | given
@@ -120,7 +120,9 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
     return Collected(files=tuple(done), rows_read=tuple(rows), out=out, total=total)
 
 
-def _read(logs: Sequence[str], reader: str | None, mapping: ColumnMap | None) -> FileRead:
+def read_files(
+    logs: Sequence[str], reader: str | None = None, mapping: ColumnMap | None = None
+) -> FileRead:
     """`logs`: of several, each is of another node."""
     log, is_one = logs[0], len(logs) == 1
     if is_one and not reader and (found := _nccl(log)) is not None:

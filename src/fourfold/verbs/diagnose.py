@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -15,8 +16,10 @@ from fourfold.traces.cause import LEAST_SHARE, Cause
 from fourfold.traces.causes import find_causes
 from fourfold.traces.examined import Examined, examine, read_trace, trace_files
 from fourfold.traces.expect import Expected
+from fourfold.traces.run import run_of
 from fourfold.traces.settings import Setting
 from fourfold.traces.what_if import fix_all, what_if
+from fourfold.verbs.diagnose_log import log_settings
 from fourfold.verbs.diagnose_price import case_of, price_of, pricing_of
 from fourfold.verbs.diagnosed_run import keep
 from fourfold.verbs.diagnosis import Diagnosis, PartRow, RankRow
@@ -32,9 +35,10 @@ def diagnose(
     if not paths:
         raise UserError("is required", field="trace", hint="a file or a folder")
     examined: list[Examined] = []
+    logged = log_settings(request.log) if request.log else {}
     for path in paths:
         on_event(Event(f"reading {path.name}", kind="progress"))
-        examined.append(_with_request(examine(read_trace(path)), request))
+        examined.append(_with_request(examine(read_trace(path)), request, logged))
     ranks = tuple(sorted((_rank(one) for one in examined), key=lambda row: row.rank))
     found = max(examined, key=lambda one: _rank(one).busy_s)
     pricing = pricing_of(found, request)
@@ -57,27 +61,30 @@ def diagnose(
     return replace(diagnosis, stored=keep(diagnosis, request.runs)) if request.runs else diagnosis
 
 
-def _with_request(found: Examined, request: DiagnoseRequest) -> Examined:
+def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, Any]) -> Examined:
     """What is said on the command line holds; where the trace says otherwise is told."""
-    spec = found.spec
+    settings = _overruled(found.settings, logged, f"log {request.log}")
+    spec = run_of(settings) or found.spec if logged else found.spec
     if request.spec:
         spec = codec.load(RunSpec, dict(request.spec))
-    elif request.model:
-        shape = catalog.model(request.model)
-        spec = replace(spec, model=shape) if spec is not None else None
-    else:
-        return found
-    by = "--spec" if request.spec else "--model"
-    settings = dict(found.settings)
-    shape = spec.model if spec is not None else catalog.model(request.model or "")
-    known = {
-        "layers": shape.layers // (spec.layout.pp if spec else 1), "hidden": shape.hidden,
-        "vocab": shape.vocab // (spec.layout.tp if spec else 1), "tied": shape.tied,
-    }  # fmt: skip
-    for name, value in known.items():
-        old = settings.get(name)
-        settings[name] = old.overruled(value, by) if old else Setting(name, value, by)
+    elif request.model and spec is not None:
+        spec = replace(spec, model=catalog.model(request.model))
+    if request.spec or request.model:
+        shape = spec.model if spec is not None else catalog.model(request.model or "")
+        known = {
+            "layers": shape.layers // (spec.layout.pp if spec else 1), "hidden": shape.hidden,
+            "vocab": shape.vocab // (spec.layout.tp if spec else 1), "tied": shape.tied,
+        }  # fmt: skip
+        settings = _overruled(settings, known, "--spec" if request.spec else "--model")
     return replace(found, spec=spec, settings=settings)
+
+
+def _overruled(settings: dict[str, Setting], known: dict[str, Any], by: str) -> dict[str, Setting]:
+    told = {
+        name: old.overruled(value, by) if (old := settings.get(name)) else Setting(name, value, by)
+        for name, value in known.items()
+    }
+    return settings | told
 
 
 def _rank(found: Examined) -> RankRow:

@@ -16,6 +16,7 @@ class DiagnoseRequest:
     the trace tells it."""
 
     model: str | None = flag("the model, where the trace's shapes do not say it", "NAME")
+    log: str | None = flag("the run's log, where it says more than the trace", "FILE")
     cluster: str | Cluster | None = flag("cluster whose GPUs it ran on", "NAME")
     gpu: str | None = flag("GPU it ran on (default: as the trace says)", "ID")
     profile: str | None = flag("rates from 'calibrate --out' on that machine", "FILE")
