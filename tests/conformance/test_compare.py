@@ -11,7 +11,7 @@ import torch
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import tiny_of
 from fourfold.conformance.ranks.compare import figures, signature
-from fourfold.conformance.ranks.elements import Elements
+from fourfold.conformance.ranks.elements import Elements, held_norm
 from fourfold.conformance.ranks.reference import Tiny, train
 
 TINY = Tiny(experts=4)
@@ -68,6 +68,9 @@ def test_a_norm_says_what_it_leaves_out() -> None:
 
     assert norm_without("egate", "eup", "edown")[0].endswith("experts left out")
     assert norm_without("q")[0].endswith(": q left out")
+    rank = _got()
+    rank["norm"][0] = rank["held"] = 1.234
+    assert signature(rank, _truth(), DEGREES)[0].endswith("what the rank itself holds is counted")
     half = _got()
     part = sum(float(v.pow(2).sum()) for name, v in half["grad"].items() if name != "embed")
     part += float(half["grad"]["embed"].chunk(2)[0].pow(2).sum())
@@ -102,6 +105,8 @@ def test_elements_go_back_to_their_place_and_copies_are_compared() -> None:
     whole, spread = elements.assemble([[halves[0]], [halves[1]]])
     assert torch.equal(whole["0.q"][:, 16:], elements.weights["0.q"][:, 16:] + 1)
     assert spread == {"0.q": 0.0}
+    twice = [halves[0], halves[0], (torch.full((4,), -1), torch.ones(4))]
+    assert held_norm(twice) == pytest.approx(float(halves[0][1].norm()))
     _, spread = elements.assemble([[halves[0], halves[1]], [(halves[0][0], halves[0][1] * 1.1)]])
     assert 0.01 < spread["0.q"] < 0.2
     assert elements.assemble([[halves[0]]])[0] == {}  # half of it is on no rank

@@ -67,7 +67,9 @@ def test_a_copy_that_is_wrong_with_one_rank_too_is_cleared_by_the_release(tmp_pa
     (tmp_path / "loss_scale.py").write_text("SCALE = 3.0\n")
     with Lab(find(SMALL, Path("none"), str(tmp_path))) as lab:
         found = examine(lab, Cell.parse("dp2"))
-        assert (found.verdict, found.signature) == ("fault", ("gradients of every weight x 3",))
+        line = "gradients of every weight x 3"
+        assert found.signature == (line, f"one rank of this copy, too: {line}")
+        assert found.verdict == "fault"
         # Without a release that is right, the adapter may be as wrong as the engine.
         lab.release = replace(lab.release, source="")
         assert examine(lab, Cell()).verdict == "blocked"

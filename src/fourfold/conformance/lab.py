@@ -73,9 +73,13 @@ class Lab:
         told = self.ask(cell.alone(), seed=seed, plant=False)
         if told.get("equal") or not self.release.source:
             return told
+        return self.installed().ask(cell.alone(), seed=seed)
+
+    def installed(self) -> Lab:
+        """Of an edited copy, the release as it was installed."""
         if self._installed is None:
             self._installed = Lab(replace(self.release, source=""), limit_s=self.limit_s)
-        return self._installed.ask(cell.alone(), seed=seed)
+        return self._installed
 
     def legal(self, cell: Cell) -> bool:
         return self._asked(json.dumps({"cell": str(cell), "only_legal": True}))["end"] == "legal"

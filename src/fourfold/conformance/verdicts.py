@@ -73,6 +73,10 @@ def examine(lab: Lab, cell: Cell, seed: int = 0) -> Verdict:
     if blamed:
         why = f"differs, but {blamed} stands in for a kernel and may be the cause"
         return _verdict(lab, cell, seed, "stand-in", told, why=why)
+    own = lab.ask(cell.alone(), seed=seed, plant=False)
+    if not own.get("equal"):  # then no axis is at fault
+        words = "; ".join(own.get("signature", ()))
+        told = told | {"signature": [*told["signature"], f"one rank of this copy, too: {words}"]}
     return _verdict(lab, cell, seed, "fault", told)
 
 
@@ -109,6 +113,8 @@ def _blamed(lab: Lab, cell: Cell, told: Told) -> str:
     differs is a norm, or one factor of all weights, which no kernel can bring about."""
     alone = lab.alone(cell, 0)
     lines = told["signature"]
+    if lab.release.source and lab.installed().ask(cell).get("equal"):
+        return ""  # the installed release is right with the same stand-ins
     if all(line.startswith(("norm", "loss", "gradients of every weight")) for line in lines):
         return ""
     for standin in sorted({*told["standins"]} - {*alone.get("standins", ())}):

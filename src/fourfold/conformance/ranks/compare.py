@@ -189,6 +189,8 @@ def signature(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:
     norm = got["norm"][0]
     if not abs(norm / own - 1) <= EQUAL:
         how = of_norm(norm, got["grad"], degrees) if 0 < norm < math.inf else "not a number"
+        if norm and abs(got.get("held", 0.0) / norm - 1) <= EXACT_NORM:
+            how = "only what the rank itself holds is counted"
         if how or not out:  # of wrong gradients whose copies differ no norm is the right one
             how = how or f"{norm / own:.6g} of the norm of its own gradients"
             out.append(f"norm {norm:.6g} instead of {truth['norm'][0]:.6g}: {how}")

@@ -63,6 +63,14 @@ class Elements:
         return whole, spread
 
 
+def held_norm(parts: list[Part]) -> float:
+    """Of the elements that one rank holds, each once."""
+    at = torch.cat([numbers.flatten() for numbers, _ in parts])
+    held = torch.zeros(int(at.max()) + 2, dtype=torch.float64)
+    held[at] = torch.cat([value.double().flatten() for _, value in parts])
+    return float(held[:-1].norm())  # a part that is another rank's has the number -1
+
+
 def local(x: Tensor) -> Tensor:
     """The part of a (possibly sharded) tensor on this rank."""
     return x.to_local() if hasattr(x, "to_local") else x

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Case, micro_batches, tiny_of
 from fourfold.conformance.ranks.compare import figures, relative, signature
-from fourfold.conformance.ranks.elements import Elements
+from fourfold.conformance.ranks.elements import Elements, held_norm
 from fourfold.conformance.ranks.reference import Tiny, batch, steady_seed, train
 
 # What the others still say after one rank has failed.
@@ -115,6 +115,7 @@ def judge(adapter: type[Adapter], cell: Cell, tiny: Tiny, seed: int, folder: Pat
     param, after = elements.assemble(rank["param"] for rank in ranks)
     got: dict = {"grad": grad, "param": param, "spread": spread, "spread_after": after}
     got |= {"loss": ranks[0]["loss"], "norm": ranks[0]["norm"]}
+    got["held"] = held_norm(ranks[0]["grad"]) if cell.world > 1 else 0.0
     apart = max(relative(rank["norm"], got["norm"]) for rank in ranks)
     truth = train(tiny, seed, decays=adapter.decays)
     answer: dict = {
