@@ -96,6 +96,7 @@ class Titan(Adapter):
         vars(self.trainer).update(
             device=self.case.device, parallel_dims=self.dims, metrics_processor=Log(),
             lr_schedulers=rate, checkpointer=Nothing(), tokenizer=None, step=0, ntokens_seen=0,
+            ft_manager=SimpleNamespace(loss_sync_pg=None),  # replicas that may fail, below 0.2.2
             **parts,
         )  # fmt: skip
         self.look: Look = lambda: None
