@@ -12,7 +12,7 @@ from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import tiny_of
 from fourfold.conformance.ranks.compare import figures, signature
 from fourfold.conformance.ranks.elements import Elements, held_norm
-from fourfold.conformance.ranks.reference import Tiny, train
+from fourfold.conformance.ranks.reference import Tiny, mean_of_means, train
 
 TINY = Tiny(experts=4)
 DEGREES = {"TP": 2, "PP": 1, "CP": 1, "EP": 4, "ETP": 0, "DP": 3, "targets": 48}
@@ -110,3 +110,9 @@ def test_elements_go_back_to_their_place_and_copies_are_compared() -> None:
     _, spread = elements.assemble([[halves[0], halves[1]], [(halves[0][0], halves[0][1] * 1.1)]])
     assert 0.01 < spread["0.q"] < 0.2
     assert elements.assemble([[halves[0]]])[0] == {}  # half of it is on no rank
+
+
+def test_the_mean_of_context_ranks_is_over_their_own_head_and_tail() -> None:
+    loss, counts = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+    assert float(mean_of_means(loss, counts, 1, 1)) == pytest.approx(11 / 3)
+    assert float(mean_of_means(loss, counts, 1, 2)) == pytest.approx(((1 + 8) / 2 + 2) / 2)

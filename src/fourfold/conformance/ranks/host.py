@@ -126,10 +126,12 @@ def judge(adapter: type[Adapter], cell: Cell, tiny: Tiny, seed: int, folder: Pat
     }
     answer |= figures(got, truth)
     rows = tiny.batch // cell.dp
-    means = {"mean of every micro batch": rows // micro_batches(cell), "mean of every rank": rows}
-    for words, group in means.items():
-        if not answer["equal"] and group < tiny.batch:
-            other = figures(got, train(tiny, seed, rows=group, decays=adapter.decays))
+    micro_rows = rows // micro_batches(cell)
+    means = {"mean of every micro batch": (micro_rows, 1), "mean of every rank": (rows, 1)}
+    means["mean of every micro batch and context rank"] = (micro_rows, cell.cp)
+    for words, (group, cp) in means.items():
+        if not answer["equal"] and (group < tiny.batch or cp > 1):
+            other = figures(got, train(tiny, seed, rows=group, cp=cp, decays=adapter.decays))
             answer |= other | {"convention": words} if other["equal"] else {}
     degrees = {"TP": cell.tp, "PP": cell.pp, "CP": cell.cp, "EP": cell.ep, "ETP": cell.etp}
     degrees |= {"DP": cell.dp, "micro batches": micro_batches(cell)}

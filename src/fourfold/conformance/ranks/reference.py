@@ -148,11 +148,25 @@ def objective(w: dict[str, Tensor], x: Tensor, y: Tensor, m: Tensor, t: Tiny) ->
     return (ce * m.flatten().to(ce)).sum()
 
 
+def mean_of_means(ce: Tensor, m: Tensor, rows: int, cp: int) -> Tensor:
+    """The mean of groups of `rows` sequences; of each context rank's head and tail chunk alone."""
+    chunk = torch.arange(m.shape[1]) * 2 * cp // m.shape[1]
+    owner = F.one_hot(torch.minimum(chunk, 2 * cp - 1 - chunk), cp).to(ce)
+    total, count = (z.view(-1, rows, m.shape[1]).sum(1).to(ce) @ owner for z in (ce * m, m))
+    return (total / count).mean()
+
+
 def train(
-    t: Tiny, seed: int, *, rows: int = 0, decays: Callable[[str], bool] = lambda name: True
+    t: Tiny,
+    seed: int,
+    *,
+    rows: int = 0,
+    cp: int = 1,
+    decays: Callable[[str], bool] = lambda name: True,
 ) -> dict:
     """Losses, norms, gradients of the first step, parameters after the last. The objective is the
-    mean over all targets; with `rows`, the mean over groups of so many sequences of their means."""
+    mean over all targets; with `rows`, the mean over groups of so many sequences of their means;
+    with `cp`, of each context rank's part of a group."""
     w = {name: value.requires_grad_() for name, value in weights(t, seed).items()}
     margins: list[float] = []
     groups = [
@@ -164,9 +178,8 @@ def train(
     for step in range(STEPS):
         x, y, m = batch(t, step, seed)
         logits = decode(w, x, t, margins)
-        ce = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(m) * m
-        per = rows or t.batch
-        loss = (ce.view(-1, per * t.seq).sum(1) / m.view(-1, per * t.seq).sum(1)).mean()
+        ce = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(m)
+        loss = mean_of_means(ce, m, rows or t.batch, cp)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

@@ -128,7 +128,7 @@ def local_attention(ring: Any) -> None:
 
     real: Any = F.scaled_dot_product_attention
 
-    def attention(q: Any, k: Any, v: Any, *a: Any, **kw: Any) -> Any:
+    def scaled_dot_product_attention(q: Any, k: Any, v: Any, *a: Any, **kw: Any) -> Any:
         if not isinstance(q, DTensor):
             return real(q, k, v, *a, **kw)
         mesh, places = q.device_mesh, q.placements
@@ -137,7 +137,7 @@ def local_attention(ring: Any) -> None:
         out = ring(*held, mesh) if cut else real(*held, *a, **kw)
         return DTensor.from_local(out, mesh, places, run_check=False)
 
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention = scaled_dot_product_attention  # torch wraps it by its name
 
 
 # Stand-ins: what computes in place of an engine's own kernel. What surrounds them is proven.
