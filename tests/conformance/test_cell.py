@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
 import pytest
 
 import fourfold
 from fourfold.conformance.cell import Cell, candidates
 from fourfold.conformance.ranks.adapters import adapter_file
-from fourfold.conformance.verdicts import COLUMNS, known_reports, resembling
+from fourfold.conformance.verdicts import COLUMNS, Verdict, known_reports, resembling
 from fourfold.errors import UserError
+from fourfold.output import table_csv
+from fourfold.verbs.conformance import Conformance, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
 
 
@@ -50,3 +54,20 @@ def test_releases_find_their_adapter_and_faults_their_report() -> None:
     assert resembling("torchtitan", Cell.parse("dp2"), said) == "pytorch/torchtitan#2323"
     assert not resembling("megatron-core", Cell.parse("dp2"), said)
     assert all({"name", "engine", "layout", "says"} == {*one} for one in known_reports())
+
+
+def test_a_matrix_keeps_releases_that_only_its_sheet_has() -> None:
+    def matrix(version: str, **kw: Any) -> Conformance:
+        one = Verdict(engine="x", version=version, cell="dp2", world=2, seed=1, **kw)
+        return Conformance(verdicts=(one,), columns=("dp",))
+
+    fault = {"verdict": "fault", "difference": 0.5, "copies": math.inf, "hidden": True}
+    first = matrix("1.0", signature=("norm 1, 2: q left out", "copies differ"), **fault)
+    assert read_matrix(table_csv(first.rows())) == first
+    both = joined(first, matrix("2.0", verdict="refused", why="no"))
+    assert [one.version for one in both.verdicts] == ["1.0", "2.0"]
+    again = joined(both, matrix("1.0", verdict="equal"))
+    assert [one.verdict for one in again.verdicts] == ["refused", "equal"]
+    assert read_matrix("") == Conformance(verdicts=())
+    with pytest.raises(UserError, match="no matrix"):
+        read_matrix("a,b\n1,2\n")

@@ -19,7 +19,7 @@ from fourfold.output import Output, table_csv
 from fourfold.page.document import MARK, show_page
 from fourfold.page.matrix import matrix_page
 from fourfold.show.conformance import engines_page, verdicts_page
-from fourfold.verbs.conformance import EnginesRequest
+from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 
 EXAMPLES = """\
 examples:
@@ -48,7 +48,8 @@ def make_matrix(args: Any, show: OnEvent) -> Output:
     files.require_mine(page, mark=MARK, force=bool(args.force))
     files.require_place(sheet)
     request = options.load(EnginesRequest, args)
-    answer = fourfold.matrix(request, on_event=show)
+    earlier = read_matrix(files.read_text(sheet, field="out") if sheet.exists() else "")
+    answer = joined(earlier, fourfold.matrix(request, on_event=show))
     files.write_text(page, matrix_page(answer))
     files.write_text(sheet, table_csv(answer.rows()))
     if args.browser:
@@ -66,7 +67,8 @@ ACTIONS = {
     ),
     "matrix": Command(
         "matrix",
-        "Every axis and option of every release, as a page and a CSV file.",
+        "Every axis and option of every release, as a page and a CSV file. Releases that are not "
+        "named stay as the folder has them.",
         (
             *options.of(EnginesRequest),
             option("--out", "folder of matrix.html and matrix.csv (default conformance)", "DIR"),

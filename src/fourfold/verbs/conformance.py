@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,39 @@ def matrix(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Conformanc
         rows = list(pool.map(row, releases))
     verdicts = tuple(one for verdicts in rows for one in verdicts)
     return Conformance(verdicts=verdicts, columns=tuple(COLUMNS) * len(releases))
+
+
+def read_matrix(sheet: str) -> Conformance:
+    """Of the text of a matrix's CSV file."""
+    columns, verdicts = [], []
+    try:
+        for row in csv.DictReader(io.StringIO(sheet)):
+            columns.append(row.pop("column"))
+            verdicts.append(Verdict(**{name: _plain(name, text) for name, text in row.items()}))
+    except (KeyError, TypeError, ValueError):
+        rule, hint = "is no matrix of this version of fourfold", "take another folder"
+        raise UserError(rule, field="out", value="matrix.csv", hint=hint) from None
+    return Conformance(verdicts=tuple(verdicts), columns=tuple(columns))
+
+
+def _plain(name: str, text: str) -> Any:
+    if name in ("standins", "signature"):
+        return tuple(text.split("; ")) if text else ()
+    if name in ("difference", "norm", "parameters", "copies"):
+        return float(text) if text else None
+    if name in ("world", "seed"):
+        return int(text)
+    return text == "true" if name == "hidden" else text
+
+
+def joined(earlier: Conformance, answer: Conformance) -> Conformance:
+    """The answer, after releases that only the earlier matrix has."""
+    new = {(one.engine, one.version) for one in answer.verdicts}
+    pairs = zip(earlier.columns, earlier.verdicts, strict=True)
+    kept = [pair for pair in pairs if (pair[1].engine, pair[1].version) not in new]
+    both = [*kept, *zip(answer.columns, answer.verdicts, strict=True)]
+    columns, verdicts = zip(*both, strict=True)
+    return replace(answer, columns=columns, verdicts=verdicts)
 
 
 def _column(lab: Lab, texts: tuple[str, ...], seed: int) -> Verdict:
