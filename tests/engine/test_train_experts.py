@@ -21,7 +21,7 @@ from tests.engine.test_train import ROOT, finish, rank_pids, start, wait_for, wo
 
 SEQ_LEN = 32
 RUN = words(
-    "--seq-len 32 --global-batch 8 --micro-batch 2 --precision fp64 --lr 1e-3 --warmup-steps 20 "
+    "--seq-len 32 --global-batch 8 --micro-batch 2 --precision fp64 --lr 3e-4 --warmup-steps 20 "
     "--lr-schedule constant --save-every 40"
 )
 
@@ -64,11 +64,10 @@ def test_killed_and_resumed_elsewhere_a_text_is_learned_alike(tmp_path, model, f
     one, other = losses(tmp_path / "one"), losses(out)
     gap = max(abs(a - b) / a for a, b in zip(one, other, strict=True))
     print(f"{model}: loss {one[0]:.3f} to {one[-1]:.3f}, largest difference {gap:.1e}")
-    assert one[-1] < one[0] - 2
-    # Training amplifies rounding, and a choice may flip once that has grown to its margin.
-    early = max(abs(a - b) / a for a, b in zip(one[:200], other[:200], strict=True))
-    assert early < 1e-8
-    assert gap < 1e-2
+    assert one[-1] < one[0] - 1.5
+    # Training amplifies rounding; once that has grown to the margin of a choice, it flips. At this
+    # rate it does not.
+    assert gap < 1e-8
     assert main(["weights", "export", str(out), str(tmp_path / "hf")]) == 0
     assert same_logits(model, tmp_path / "hf") < 1e-4
 

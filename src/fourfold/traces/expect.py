@@ -25,9 +25,6 @@ from fourfold.traces.shapes import Shapes
 # Against the rate that the planner fits to whole steps, which pays for the gaps between kernels:
 # products of 1b and 8b models in traces of an H200 take 0.91 to 0.93 of it.
 _ALONE = 0.93
-# torch._grouped_mm against one dense product of as many rows, from 512 rows an expert on: 0.8 to
-# 0.9 on an H200.
-_GROUPED = 0.85
 # Of the memory's rate by its data sheet: what an update of many tensors reaches in fp32 and in 16
 # bits (AdamW, norm and clipping of 1b and 5b models on an H200).
 _UPDATE_RATE = {4: 0.72, 2: 0.57}
@@ -155,9 +152,10 @@ def _product_s(rates: Rates, m: int, n: int, k: int, groups: int, of: str, part:
             rates.product(Op(name="", kind="product", m=m * one, n=n * one, k=k * one))
         )
     shared = (m, k / groups) if of == "weights" else (m / groups, k)
-    op = Op(name="", kind="product", m=shared[0] * one, n=n * one, k=shared[1] * one)
-    whole = Op(name="", kind="product", m=groups * op.m, n=op.n, k=op.k)
-    return _one(rates.product(whole)) / _GROUPED
+    phase = "weights" if of == "weights" else "forward"
+    op = Op(name="", kind="grouped product", phase=phase, groups=groups * one, m=shared[0] * one,
+            n=n * one, k=shared[1] * one)  # fmt: skip
+    return _one(rates.grouped_product(op))
 
 
 def _attention(run: Run, rates: Rates) -> dict[str, float]:
