@@ -1,5 +1,5 @@
 """Tables and exports: the reference schema, metrics by step from W&B and TensorBoard (CSV or JSON
-lines), and any other CSV through a mapping file."""
+lines), CloudAI's report, and any other CSV through a mapping file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold import door, files
 from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
-from fourfold.logs import metrics
+from fourfold.logs import cloudai, metrics, titan_events
 from fourfold.logs.book import Book
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, require_headings
@@ -44,12 +44,20 @@ class TableRead:
 def is_table(path: str | Path) -> bool:
     """By its name, or by its first line: headings or a JSON object."""
     suffix = Path(path).suffix.lower()
+    if suffix == ".jsonl" and titan_events.MARK in _first(path):
+        return False  # a log, by events instead of steps
     if suffix in (".csv", ".tsv", ".jsonl", ".ndjson"):
         return True
     if suffix not in (".txt", ".json", ".log", ""):
         return False
-    first = next((line.text for line in islice(read_lines(path), 20) if line.text.strip()), "")
-    return first.startswith(_LISTS) or _is_object(first) or _is_schema(_split(first))
+    first = _first(path)
+    if first.startswith(_LISTS) or _is_object(first) or _is_schema(_split(first)):
+        return True
+    return first.startswith("{") and cloudai.document(path) is not None
+
+
+def _first(path: str | Path) -> str:
+    return next((line.text for line in islice(read_lines(path), 20) if line.text.strip()), "")
 
 
 def _is_object(text: str) -> bool:
@@ -79,6 +87,10 @@ def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
     first = next((line for line in lines if line.text.strip()), None)
     if first is None:
         return TableRead("empty")
+    if first.text.startswith("{") and (report := cloudai.document(path)) is not None:
+        read = TableRead("CloudAI")
+        cloudai.read(report, read.book)
+        return read
     if first.text.startswith(_LISTS):
         return _metrics(path, metrics.listed(first), "metrics")
     if _is_object(first.text):

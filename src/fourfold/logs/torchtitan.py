@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from fourfold.logs import titan_events
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Nested, number, whole
@@ -67,6 +68,9 @@ class Torchtitan:
 
     def take(self, line: Line) -> bool:
         text = line.text
+        if text.startswith("{") and titan_events.MARK in text:
+            titan_events.take(line, self.book)
+            return True
         if "step:" in text and ("tps:" in text or "wps:" in text):
             self._nested = None  # a step ends any dump
             return self._step(line)

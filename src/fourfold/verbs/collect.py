@@ -14,6 +14,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
+from fourfold.logs import titan_events
 from fourfold.logs.book import Book
 from fourfold.logs.log import READERS, read_log, read_nodes
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
@@ -131,6 +132,10 @@ def read_files(
         return _read_table(log, mapping)
     book = read_log(log, reader or "") if is_one else read_nodes(logs, reader or "")
     rows = [row_of(run, run.engine or book.engine) for run in book.runs]
+    ranks = {f.group(2) for path in logs if (f := titan_events.FILE.fullmatch(Path(path).name))}
+    for row in rows if ranks else ():
+        row.fill(n_gpus=len(ranks))
+        row.notes.append(f"n_gpus: {counted(len(ranks), 'rank')} with a log here")
     one = FileRead(log, book.engine if rows else "unknown", rows, book)
     if book.dropped_runs:
         one.notes.append(f"{book.dropped_runs} further runs are left out")
@@ -241,11 +246,15 @@ def _expanded(logs: Sequence[str]) -> list[str]:
 
 
 def _by_run(logs: Sequence[str]) -> list[list[str]]:
-    """Logs of the nodes of one run, which are in its folder of a store, together."""
+    """Logs of one run together: of nodes, in its folder of a store; of ranks, as torchtitan's."""
     runs: dict[Path, list[str]] = {}
     for log in logs:
         path = Path(log)
-        runs.setdefault(path.parent if _OF_NODE.fullmatch(path.name) else path, []).append(log)
+        if found := titan_events.FILE.fullmatch(path.name):
+            run = path.parent / found.group(1)
+        else:
+            run = path.parent if _OF_NODE.fullmatch(path.name) else path
+        runs.setdefault(run, []).append(log)
     return [sorted(one, key=lambda log: (len(log), log)) for one in runs.values()]
 
 
