@@ -243,7 +243,7 @@ def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
     layers, recompute, micro, gib, seconds = TITAN_RUNS[run]
     names = ("n_layers", "act_ckpt", "mbs", "hardware", "precision", "note", "status")
     assert [found[name] for name in names] == [
-        layers, recompute, micro, "h200", "bf16", "torch.compile", "ok",
+        layers, recompute, micro, "h200", "bf16", "torch.compile; real tokens", "ok",
     ]  # fmt: skip
     assert float(found["mem_gb"]) == gib
     assert float(found["step_s"]) == pytest.approx(seconds, rel=0.01)

@@ -12,6 +12,7 @@ from fourfold.logs.book import Book
 from fourfold.logs.lines import open_text
 from fourfold.logs.nested import number, whole
 from fourfold.logs.series import StepLine
+from fourfold.spec.layout import AXES
 
 _MOST_CHARS = 2**26
 # Column of the reference schema -> field of the report's `config`.
@@ -19,11 +20,11 @@ _CONFIG = {
     "row_id": "test_id", "model": "model_name", "n_layers": "num_layers", "d_model": "hidden_size",
     "n_heads": "num_attention_heads", "n_kv_heads": "num_query_groups", "d_ff": "ffn_hidden_size",
     "seq_len": "seq_length", "n_gpus": "world_size", "gpus_per_node": "gpus_per_node",
-    "tp": "tensor_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_parallel_size",
-    "vpp": "virtual_pipeline_parallel_size", "dp": "data_parallel_size",
-    "sequence_parallel": "sequence_parallel", "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
+    "vpp": "virtual_pipeline_parallel_size", "sequence_parallel": "sequence_parallel",
+    "mbs": "micro_batch_size", "gbs": "global_batch_size",
 }  # fmt: skip
+_AXES = ("pipeline", "data", "context", "tensor")
+_CONFIG |= {axis: f"{word}_parallel_size" for axis, word in zip(AXES, _AXES, strict=True)}
 _STACKS = {"megatronbridge": "megatron-bridge", "megatronrun": "megatron-lm", "nemorun": "nemo"}
 _FAMILIES = {"rmsnorm": "llama", "layernorm": "gpt"}
 _AXES_OF_ONE = ("context_parallel_size", "virtual_pipeline_parallel_size")

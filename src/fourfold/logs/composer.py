@@ -11,6 +11,7 @@ from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Yaml, number, whole
 from fourfold.logs.series import StepLine
+from fourfold.logs.signs import words_of
 
 _BATCH = re.compile(
     r"\[(?:epoch=[0-9]{1,9}\]\[)?batch=([0-9]{1,12})(?:/[0-9]{1,12})?\]:?(\s*$|\s+Train .*)"
@@ -134,5 +135,6 @@ def facts_of(flat: Flat) -> Flat:
         "precision": _PRECISION.get(flat.get("precision", ""), ""),
         "act_ckpt": "full" if full == "true" else "none",
         "attention": "unfused" if kernel == "torch" else "flash",
+        "steps_of": words_of(flat),
         "note": pure.lower() if pure in ("PURE", "DEFAULT") else "",
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.logs.nested import Flat, bracketed, is_none, whole, yes
+from fourfold.logs.signs import words_of
 from fourfold.spec.words import RECOMPUTE
 
 # Today's name <- those of GPT-NeoX, of Megatron's first releases and of its forks.
@@ -79,6 +80,7 @@ def facts_of(args: Flat) -> Flat:
         "act_ckpt": _recompute(args),
         "attention": _attention(args),
         "unmodelled": _unmodelled(args),
+        "steps_of": words_of(args),
     }
 
 

@@ -12,6 +12,7 @@ from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Nested, number, whole, yes
 from fourfold.logs.series import StepLine
+from fourfold.logs.signs import words_of
 
 _STEP = re.compile(r"\biteration: ([0-9]{1,12}) / [0-9]{1,12} \|")
 _FIELD = re.compile(
@@ -138,5 +139,6 @@ def config_facts(flat: Flat) -> Flat:
         "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, ""),
         "act_ckpt": "full" if yes(flat.get("parallelism.recompute_layer")) else "none",
         "attention": "flash",
+        "steps_of": words_of(flat),
         "sequence_parallel": str(int("reduce_scatter" in mode and facts["tp"] != "1")),
     }

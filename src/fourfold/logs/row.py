@@ -87,6 +87,7 @@ def row_of(run: LogRun, engine: str) -> Row:
     measured = run.steps.measured(run.interval)
     known = (*COLUMNS, "unmodelled")
     row = Row({name: text_of(v) for name, v in run.facts.items() if name in known})
+    _note(row, text_of(run.facts.get("steps_of", "")))
     gbs = whole(row["gbs"])
     if measured.batch:
         row.cells["gbs"] = str(measured.batch)
@@ -117,8 +118,12 @@ def row_of(run: LogRun, engine: str) -> Row:
         row.notes.append(f"{measured.drift}: the median is of neither end")
     if run.end:
         row.notes.append(f"the log ends with: {run.end_words}")
-        row.fill(note=row.notes[-1])
+        _note(row, row.notes[-1])
     return row
+
+
+def _note(row: Row, words: str) -> None:
+    row.cells["note"] = "; ".join(filter(None, (row["note"], words)))[:_MOST_CHARS]
 
 
 def complete(row: Row, given: Mapping[str, str]) -> Row:

@@ -14,6 +14,7 @@ from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Nested, number, whole
 from fourfold.logs.series import StepLine
+from fourfold.logs.signs import words_of
 from fourfold.logs.titan_model import configured_sizes, printed_sizes, sizes_by_count
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
@@ -206,6 +207,7 @@ def config_facts(flat: Flat) -> Flat:
             "_local": flat.get("training.local_batch_size", flat.get("training.batch_size", "")),
             "_micro_size": flat.get("parallelism.pipeline_parallel_microbatch_size", ""),
             "_recompute": flat.get("activation_checkpoint.mode", ""),
+            "steps_of": words_of(flat),
             "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
             "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
             "_compile": flat.get("compile.enable", flat.get("training.compile", "")).lower(),

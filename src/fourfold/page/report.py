@@ -19,7 +19,7 @@ from fourfold.result.report import OUTCOMES
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.tables.derive import derive
-from fourfold.tables.styles import MPT, TOPOLOGY, Column
+from fourfold.tables.styles import EQUIVALENCE, MPT, TOPOLOGY, Column
 from fourfold.verbs.report import Report
 
 REPORT_SCRIPTS = ("timeline.js", "report_charts.js", "run.js", "report.js")
@@ -31,7 +31,7 @@ FIELDS = (
     "recompute", "schedule", "cp_kind", "attention", "stack", "tag", "note", "started_at", "step_s",
     "low_s", "high_s", "samples", "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct",
     "peak_bytes", "mem_gb", "predicted_s", "predicted_low_s", "predicted_high_s",
-    "predicted_bytes", "predicted_limit_bytes", "loss", "failure", "layout",
+    "predicted_bytes", "predicted_limit_bytes", "loss", "failure", "layout", "equivalence",
 )  # fmt: skip
 # Also shown where rows differ in it and the style has no column of it.
 _TELLING = (
@@ -117,6 +117,8 @@ def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
         for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
             first.setdefault(column.field, column)
         own = [column for field, column in first.items() if field in _SCALING]
+    if EQUIVALENCE not in own and any(record.equivalence for record in records):
+        own.insert(len(own) - (own[-1].field == "note"), EQUIVALENCE)
     shown = {column.field for column in own if column.heading != "Size"}
     return [*(_telling(*one) for one in _TELLING if _differ(records, one[1]) - shown), *own]
 

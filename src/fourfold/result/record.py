@@ -132,6 +132,7 @@ class Record:
     params: int | None = None
     convention: str = ""
     variant: str = ""
+    equivalence: str = ""
     cells: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -206,7 +207,7 @@ CONFIG = (
     *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "gpus_per_node", "gpus", *AXES,
     *EXPERT_AXES, "experts",
     "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
-    "offload", "variant",
+    "offload", "variant", "equivalence",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from fourfold.spec.cluster import device_id
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.tables.equivalence import equivalence
 from fourfold.tables.shape import SHAPE_FIELDS, model_of, peak_tflops, shape_of
 
 
@@ -25,6 +26,7 @@ def derive(record: Record, rule: str) -> Record:
     """The record with what follows filled in; TFLOPs and MFU by the convention `rule`. Figures
     already printed by it stay: they may come from more digits than the row shows."""
     record = _with_speed(record)
+    record = replace(record, equivalence=record.equivalence or equivalence(record))
     shape = shape_of(record)
     if shape is None or not record.seq_len:
         return record

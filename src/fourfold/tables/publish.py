@@ -4,6 +4,7 @@ what can be compared. Of repeats the newest figure is shown; older ones stand be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
@@ -14,7 +15,7 @@ from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.shape import shape_of
-from fourfold.tables.styles import MPT, SETTINGS, TOPOLOGY, Column
+from fourfold.tables.styles import EQUIVALENCE, MPT, SETTINGS, TOPOLOGY, Column
 from fourfold.units import counted
 
 # The published MPT tables have a convention of their own, which their columns keep.
@@ -118,7 +119,16 @@ def _below(
             was += f" and {len(old) - 4} more" if len(old) > 4 else ""
             figures = f"{_figure_of(record, style)} (earlier {was})"
             lines.append(f"Repeat: {_axes(record)}: {figures}")
-    return lines or [counted(len(newest), "configuration")]
+    return [*(lines or [counted(len(newest), "configuration")]), *_marks(newest)]
+
+
+def _marks(records: list[Record]) -> list[str]:
+    """One line: how many are of a training, how many of a benchmark and why."""
+    found = Counter(record.equivalence for record in records if record.equivalence)
+    unsaid = len(records) - found.total()
+    parts = [f"{count} {mark}" for mark, count in found.most_common()]
+    parts += [f"{unsaid} not said"] if unsaid else []
+    return [f"Steps: {'; '.join(parts)}"] if found else []
 
 
 # Seconds per iteration compare within these.
@@ -143,7 +153,7 @@ def _figure_of(record: Record, style: str) -> str:
 
 def _mpt(group: list[Record]) -> Table | None:
     order = sorted(group, key=lambda r: (-(r.params or 0), -(r.seq_len or 0), -(r.gpus or 0)))
-    return _listed(order, (*MPT, SETTINGS))
+    return _listed(order, (*MPT, EQUIVALENCE, SETTINGS))
 
 
 def _topology(group: list[Record]) -> Table | None:
@@ -204,7 +214,7 @@ _PLAIN = (
     "row_id", "stack", "label", "hardware", "gpus", "nodes", *AXES, *EXPERT_AXES, "experts",
     "virtual_stages", "sharding", "precision", "recompute", "seq_len", "micro_batch",
     "global_batch", "step_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb",
-    "params", "status", "note", "measured_at", "predicted_s",
+    "params", "equivalence", "status", "note", "measured_at", "predicted_s",
 )  # fmt: skip
 _RENAMED = {"row_id": "run_id", "status": "outcome", "measured_at": "started_at"}
 

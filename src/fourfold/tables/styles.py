@@ -102,6 +102,11 @@ MPT = (
 SETTINGS = Column(
     "Settings", "variant", lambda r: r.variant, lambda rows: len({r.variant for r in rows}) > 1
 )
+# Where some are of a training, others of a benchmark.
+EQUIVALENCE = Column(
+    "Equivalence", "equivalence", lambda r: r.equivalence,
+    lambda rows: len({r.equivalence for r in rows}) > 1,
+)  # fmt: skip
 
 
 def _size(record: Record) -> str:
@@ -167,6 +172,7 @@ TOPOLOGY = (
     Column("Sec/it", "step_s", _seconds),
     Column("TFLOPs", "tflops_gpu",
            lambda r: cells.figure(r.tflops_gpu) if r.outcome == "ok" else ""),
+    EQUIVALENCE,
     Column("Notes", "note", lambda r: r.note),
 )  # fmt: skip
 # The same under names of other logs and spreadsheets.
@@ -188,7 +194,7 @@ _OTHER_NAMES = {
 }  # fmt: skip
 # Heading in lower case -> field, by style.
 _FIELDS: dict[str, dict[str, str]] = {
-    "mpt": {column.heading.lower(): column.field for column in (*MPT, SETTINGS)},
+    "mpt": {column.heading.lower(): column.field for column in (*MPT, EQUIVALENCE, SETTINGS)},
     "topology": {column.heading.lower(): column.field for column in TOPOLOGY} | _OTHER_NAMES,
     # `outcome`: of what was collected, where the status only says that something is missing.
     "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()}
