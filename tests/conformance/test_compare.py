@@ -91,6 +91,12 @@ def test_copies_that_differ_and_later_steps_are_seen() -> None:
     got = _got() | {"spread": agreeing | {"0.router": 0.5, "1.router": 0.1}}
     line = "copies of the router differ in gradient by up to 0.5"
     assert signature(got, _truth(), DEGREES) == [line]
+    parts = {f"{n}.router": (_truth()["grad"][f"{n}.router"], 2) for n in (0, 1)}
+    told = signature(got | {"sums": parts}, _truth(), DEGREES)
+    assert told == [f"{line}: of the router no sum over TP (2) was taken"]
+    parts = {name: (3 * total, 3) for name, (total, _) in parts.items()}
+    told = signature(got | {"sums": parts}, _truth(), DEGREES)
+    assert told == [f"{line}: of the router no average over DP (3) was taken"]
     assert not figures(_got() | {"spread": {"0.router": 0.5}}, _truth())["equal"]
     late = _got()
     late["param"]["head"] += 0.1
@@ -107,6 +113,8 @@ def test_elements_go_back_to_their_place_and_copies_are_compared() -> None:
     assert spread == {"0.q": 0.0}
     twice = [halves[0], halves[0], (torch.full((4,), -1), torch.ones(4))]
     assert held_norm(twice) == pytest.approx(float(halves[0][1].norm()))
+    total, copies = elements.sums([[halves[0], halves[1]], [halves[0], halves[1]]])["0.q"]
+    assert (copies, torch.equal(total, 2 * whole["0.q"])) == (2, True)
     _, spread = elements.assemble([[halves[0], halves[1]], [(halves[0][0], halves[0][1] * 1.1)]])
     assert 0.01 < spread["0.q"] < 0.2
     assert elements.assemble([[halves[0]]])[0] == {}  # half of it is on no rank

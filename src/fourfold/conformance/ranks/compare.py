@@ -19,6 +19,7 @@ EXACT = 1e-3  # a gradient this close to a multiple of the right one is that mul
 
 Gaps = dict[str, float]
 EXPERTS = ("egate", "eup", "edown")  # stacked: [experts, outputs, inputs]
+_GROUPS = ("TP", "CP", "EP", "ETP", "DP")  # axes that a gradient is summed over
 ROUTER_STATE = {"choice_bias": "bias", "load": "load"}
 
 
@@ -202,8 +203,25 @@ def signature(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:
         if apart and not any("copies" in line for line in out):
             words, most = who(list(apart), {kind(n) for n in spread}), max(apart.values())
             out.append(f"copies of {words} differ in {moment} by up to {most:.2g}")
+            out[-1] += _unsummed(got, truth, degrees) if moment == "gradient" else ""
     out += [] if out else _later(got, truth)
     return out
+
+
+def _unsummed(got: dict, truth: dict, degrees: dict[str, int]) -> str:
+    """Copies that are the parts of a sum, or of a mean, that was never taken."""
+    lost: dict[str, list[str]] = collections.defaultdict(list)
+    for name, (total, copies) in got.get("sums", {}).items():
+        c, left = multiple(total, truth["grad"][name])
+        times = round(c)  # every part is on so many ranks
+        whole = times > 0 and left < EXACT and abs(c - times) < EXACT and copies % times == 0
+        if whole and not got["spread"].get(name, 0.0) <= FAULT:
+            what, size = ("average", copies) if times == copies else ("sum", copies // times)
+            axes = [axis for axis, n in degrees.items() if n == size and axis in _GROUPS]
+            lost[f"{what} over {' or '.join(axes) or 'ranks'} ({size})"].append(kind(name))
+    every = {kind(name) for name in truth["grad"]}
+    words = [f"of {who([*{*kinds}], every)} no {what}" for what, kinds in lost.items()]
+    return f": {'; '.join(words)} was taken" if words else ""
 
 
 def _of_balance(got: dict, truth: dict, degrees: dict[str, int]) -> list[str]:

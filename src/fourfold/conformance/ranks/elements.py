@@ -62,6 +62,17 @@ class Elements:
                 spread[name] = float((high[at] - low[at]).max()) / most
         return whole, spread
 
+    def sums(self, ranks: Iterable[list[Part]]) -> dict[str, tuple[Tensor, int]]:
+        """What all copies of a weight add up to, and how many there are."""
+        total = torch.zeros(self.flat.numel(), dtype=torch.float64)
+        copies = torch.zeros(self.flat.numel(), dtype=torch.long)
+        for numbers, values in (part for parts in ranks for part in parts):
+            held = numbers.flatten() >= 0
+            at = numbers.flatten()[held]
+            total.index_add_(0, at, values.double().flatten()[held])
+            copies.index_add_(0, at, torch.ones_like(at))
+        return {name: (total[at], int(copies[at].max())) for name, at in self.start.items()}
+
 
 def held_norm(parts: list[Part]) -> float:
     """Of the elements that one rank holds, each once."""

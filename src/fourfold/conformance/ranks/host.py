@@ -115,6 +115,7 @@ def judge(adapter: type[Adapter], cell: Cell, tiny: Tiny, seed: int, folder: Pat
     param, after = elements.assemble(rank["param"] for rank in ranks)
     got: dict = {"grad": grad, "param": param, "spread": spread, "spread_after": after}
     got |= {"loss": ranks[0]["loss"], "norm": ranks[0]["norm"]}
+    got["sums"] = elements.sums(rank["grad"] for rank in ranks)
     got["held"] = held_norm(ranks[0]["grad"]) if cell.world > 1 else 0.0
     apart = max(relative(rank["norm"], got["norm"]) for rank in ranks)
     truth = train(tiny, seed, decays=adapter.decays)
