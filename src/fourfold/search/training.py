@@ -17,6 +17,8 @@ from fourfold.cost.predict import predictions
 from fourfold.search.plan_answer import PlanRow
 from fourfold.search.ranking import Ranking
 
+_STRAIGHT = 2e-4  # of a step's seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -72,10 +74,11 @@ def whole_training(ranking: Ranking, *, top: int) -> Whole:
     ramp_s, work_s = np.zeros(count), np.zeros(count)
     ramp_sequences, steps = 0.0, 0.0
     sizes = [stage for stage in batch.stages() if stage[1]]
+    at_size = _at_sizes(ranking, [size for size, _ in sizes], count)
     for size, whole in sizes:
         sequences = float(size * whole)
         taken = sequences if left is None else min(sequences, max(0.0, left - ramp_sequences))
-        ramp_s += _at_size(ranking, size, count) * taken / size
+        ramp_s += at_size[size] * taken / size
         ramp_sequences += taken
         steps += taken / size
     if left is not None:
@@ -83,6 +86,31 @@ def whole_training(ranking: Ranking, *, top: int) -> Whole:
         work_s = ramp_s + rest * ranking.step_s[:count]
         steps += rest
     return Whole(ranking, ramp_s, work_s, round(steps), len(sizes))
+
+
+def _at_sizes(ranking: Ranking, sizes: Sequence[int], count: int) -> dict[int, Floats]:
+    """By size. A pipeline's seconds grow by the same for every further micro batch once it is full:
+    between two sizes whose middle lies on their line, all do."""
+    found = {size: _at_size(ranking, size, count) for size in {*sizes[:1], *sizes[-1:]}}
+
+    def fill(first: int, last: int) -> None:
+        if last - first < 2:
+            return
+        low, middle, high = sizes[first], sizes[(first + last) // 2], sizes[last]
+
+        def on_line(size: int) -> Floats:
+            share = (size - low) / (high - low)
+            return (1.0 - share) * found[low] + share * found[high]
+
+        found[middle] = _at_size(ranking, middle, count)
+        if np.allclose(found[middle], on_line(middle), rtol=_STRAIGHT, atol=0.0):
+            found.update({one: on_line(one) for one in sizes[first:last] if one not in found})
+            return
+        fill(first, (first + last) // 2)
+        fill((first + last) // 2, last)
+
+    fill(0, len(sizes) - 1)
+    return found
 
 
 def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
