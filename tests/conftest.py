@@ -50,6 +50,9 @@ PORTABLE = (
     "spec/test_round_trip.py", "spec/test_words.py", "spec/test_expression.py", "test_files.py",
     "test_units.py",
 )  # fmt: skip
+# Mutilated inputs by the hundred. Together with the tests that open pages in a browser (`view`)
+# they are run by `.ci/run` and `./test --all`.
+FUZZ = ("laws/test_inputs.py", "laws/test_store_attacks.py")
 # These start ranks, which import torch, or import it themselves.
 NEEDS_TORCH = (
     "engine/*", "launch/*", "commands/test_bench*.py", "commands/test_train.py",
@@ -58,7 +61,7 @@ NEEDS_TORCH = (
 )  # fmt: skip
 
 # A minute and more of each file.
-LONG_FILES = ("engine/*", "laws/test_inputs.py", "search/test_fastest.py", "page/*", "test_docs.py")
+LONG_FILES = ("engine/*", "search/test_fastest.py", "page/*", "test_docs.py", *FUZZ)
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = list(NEEDS_TORCH)
@@ -96,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if _is_one_of(item.path, PORTABLE):
             item.add_marker("portable")
+        if _is_one_of(item.path, FUZZ) or "view" in getattr(item, "fixturenames", ()):
+            item.add_marker("outside")
 
 
 _BEGAN_S = time.monotonic()
