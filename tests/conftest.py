@@ -41,7 +41,8 @@ QUICK = (
 # Of those, the ones that take seconds each: fits, whole pages of docs, start-up in fresh processes.
 NOT_QUICK = (
     "test_docs.py", "test_environment.py", "test_library.py", "test_start.py", "cost/test_fit*.py",
-    "cost/test_strangers.py", "spec/test_hf_counts.py",
+    "cost/test_strangers.py", "spec/test_hf_counts.py", "cost/test_folds.py", "cost/test_routed.py",
+    "laws/test_counts.py", "result/test_checkpoints.py", "test_files.py", "spec/test_words.py",
 )  # fmt: skip
 # What depends on the interpreter: files, pickles, processes, signals, text forms of types.
 PORTABLE = (

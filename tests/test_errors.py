@@ -10,6 +10,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.errors import UserError
+from tests.sources import nodes_of
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "4096", "--global-batch", "64"]
 BENCH = ["bench", "--model", "llama-tiny"]
@@ -94,7 +95,7 @@ VERBS = {
 def _rules() -> Iterator[tuple[str, str]]:
     """(place, text) of every error with a subject whose rule is written out."""
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else ""

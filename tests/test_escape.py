@@ -20,6 +20,7 @@ from fourfold.show.table import render
 from fourfold.tables import forms
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import parse, write
+from tests.sources import nodes_of
 
 SOURCE = Path(escape.__file__).parent
 HOSTILE = (
@@ -120,7 +121,7 @@ def test_only_one_place_writes_csv(name: str) -> None:
     found = [
         path.name
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and node.attr == name
         and isinstance(node.value, ast.Name)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
+
+from tests.sources import nodes_of, tree_of
 
 SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 
@@ -69,9 +72,9 @@ def _modules() -> list[tuple[str, Path]]:
     return found
 
 
-def _imports(tree: ast.AST) -> list[str]:
+def _imports(nodes: Iterable[ast.AST]) -> list[str]:
     names = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,7 +86,7 @@ def _imports(tree: ast.AST) -> list[str]:
 def test_imports_follow_the_arrows() -> None:
     wrong = []
     for folder, path in _modules():
-        for name in _imports(ast.parse(path.read_text())):
+        for name in _imports(nodes_of(path)):
             if not (_may_import(folder, path.stem, name) or _is_own_adapter(path, name)):
                 wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert not wrong, "\n".join(wrong)
@@ -109,7 +112,7 @@ def _may_import(folder: str, stem: str, name: str) -> bool:
 
 def test_only_code_of_ranks_imports_torch() -> None:
     for _, path in _modules():
-        names = {name.split(".")[0] for name in _imports(ast.parse(path.read_text()))}
+        names = {name.split(".")[0] for name in _imports(nodes_of(path))}
         assert _in_ranks(path) or "torch" not in names, path
 
 
@@ -123,7 +126,7 @@ def test_heavy_libraries_are_imported_late() -> None:
     for folder, path in _modules():
         if _in_ranks(path):
             continue
-        body = ast.parse(path.read_text()).body
+        body = tree_of(path).body
         top = {name.split(".")[0] for node in body for name in _imports_of(node)}
         heavy = top & LATE
         if folder in NUMPY_FOLDERS:
@@ -132,11 +135,11 @@ def test_heavy_libraries_are_imported_late() -> None:
 
 
 def _imports_of(node: ast.stmt) -> list[str]:
-    return _imports(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+    return _imports([node]) if isinstance(node, (ast.Import, ast.ImportFrom)) else []
 
 
 def test_the_rules_can_fail() -> None:
-    assert _imports(ast.parse("import torch\nfrom fourfold.engine import step")) == [
+    assert _imports(ast.walk(ast.parse("import torch\nfrom fourfold.engine import step"))) == [
         "torch",
         "fourfold.engine.step",
     ]
