@@ -14,6 +14,7 @@ from fourfold.conformance.ranks.adapters import adapter_file
 from fourfold.conformance.verdicts import COLUMNS, Verdict, known_reports, resembling
 from fourfold.errors import UserError
 from fourfold.output import table_csv
+from fourfold.verbs import conformance
 from fourfold.verbs.conformance import Conformance, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
 
@@ -71,3 +72,18 @@ def test_a_matrix_keeps_releases_that_only_its_sheet_has() -> None:
     assert read_matrix("") == Conformance(verdicts=())
     with pytest.raises(UserError, match="no matrix"):
         read_matrix("a,b\n1,2\n")
+
+
+def test_torch_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require_torch() -> None:
+        raise UserError("needs torch")
+
+    monkeypatch.setattr(conformance, "require_torch", require_torch)
+    with pytest.raises(UserError, match="needs torch"):
+        fourfold.conform(VerifyRequest(engine="fourfold", layout="dp2"))
+    with pytest.raises(UserError, match="needs torch"):
+        fourfold.matrix(conformance.EnginesRequest(names=("fourfold",)))
+    with pytest.raises(UserError, match="needs torch"):
+        fourfold.install_engines(conformance.EnginesRequest(names=("deepspeed",)))
+    with pytest.raises(UserError, match="unknown engine"):
+        fourfold.install_engines(conformance.EnginesRequest(names=("deepsped",)))

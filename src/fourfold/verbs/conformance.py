@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,21 @@ from typing import Any
 from fourfold import files
 from fourfold.conformance import repro
 from fourfold.conformance.cell import Cell, candidates
-from fourfold.conformance.install import OURS, Release, engines_folder, find, install, installed
+from fourfold.conformance.install import (
+    OURS,
+    Release,
+    engines_folder,
+    find,
+    install,
+    installed,
+    split_name,
+)
 from fourfold.conformance.lab import Lab
 from fourfold.conformance.verdicts import COLUMNS, Verdict, examine
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, notes
 from fourfold.flag import flag
+from fourfold.launch.local import require_torch
 from fourfold.spec import check, codec
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import ENGINES, VerifyRequest
@@ -71,6 +81,7 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
     if request.repro:
         files.require_mine(request.repro, mark=repro.MARK, force=False, field="repro")
     _refuse_others(request)
+    _require_torch(release)
     limits = {"device": request.device, "limit_s": request.limit, "fault": request.fault or ""}
     with Lab(release, **limits) as lab:
         verdicts = []
@@ -96,6 +107,12 @@ def _refuse_others(request: VerifyRequest) -> None:
     for name in ours:
         if getattr(request, name) != getattr(defaults, name):
             raise UserError("does not go with --engine", field=name, hint="leave it out")
+
+
+def _require_torch(*releases: Release) -> None:
+    """Other releases have the torch that they were installed with."""
+    if any(release.python == sys.executable for release in releases):
+        require_torch()
 
 
 def _cells(request: VerifyRequest, lab: Lab) -> Iterator[Cell]:
@@ -133,6 +150,7 @@ def matrix(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Conformanc
     names = request.names or (*(f"{r.engine}=={r.version}" for r in installed(folder)), OURS)
     releases = [find(name, folder) for name in names]
     check.whole(1, 64, jobs=request.jobs)
+    _require_torch(*releases)
 
     def row(release: Release) -> list[Verdict]:
         verdicts = []
@@ -192,6 +210,9 @@ def install_engines(request: EnginesRequest, *, on_event: OnEvent = ignore) -> E
     if not request.names:
         raise UserError("is required", field="engine", hint="such as megatron-core==0.19.2")
     folder = engines_folder(request.engines)
+    for name in request.names:
+        split_name(name)
+    require_torch()
     found = [install(name, folder, notes(on_event)) for name in request.names]
     return _listed(folder, found)
 
