@@ -48,6 +48,20 @@ def test_a_table_without_a_mapping_gets_one_to_fill_in(tmp_path: Path) -> None:
     read_mapping(text)
 
 
+def test_elapsed_time_of_a_training_is_read_by_its_clock(tmp_path: Path) -> None:
+    """As in LlamaFactory's trainer_log.jsonl (its issue 774); a day may end on the way."""
+    times = ("23:58:50", "23:59:52", "1 day, 0:00:50", "1 day, 0:01:52", "1 day, 0:02:52")
+    lines = "".join(
+        f'{{"current_steps": {3200 + 10 * at}, "total_steps": 3235, "loss": 4.4, "epoch": 0.99, '
+        f'"percentage": 98.9, "elapsed_time": "{time}", "remaining_time": "0:03:25"}}\n'
+        for at, time in enumerate(times)
+    )
+    answer = collected(tmp_path, "trainer_log.jsonl", lines)
+    (row,) = answer.rows_read
+    assert float(row["step_s"]) == pytest.approx(6.0, abs=0.2)
+    assert answer.files[0].book.unread == 0
+
+
 def test_a_colleagues_table_becomes_usable_rows(tmp_path: Path) -> None:
     answer = collected(tmp_path, "colleague.csv", COLLEAGUE, MAP)
     assert [row["status"] for row in answer.rows_read] == ["ok", "ok", "oom", "ok"]

@@ -19,8 +19,11 @@ from fourfold.logs.series import StepLine
 # Line and cells of each; None where a line is not an object.
 Items = Iterator[tuple[int, dict[str, Any] | None]]
 # Headings in lower case without blanks, dashes and underscores.
-_STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch")
-_WALL = ("walltime", "timestamp", "time", "date")
+_STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch",
+         "currentsteps")  # fmt: skip
+_WALL = ("walltime", "timestamp", "time", "date", "elapsedtime")
+# Of LlamaFactory's trainer_log.jsonl: '5:13:22', '1 day, 0:00:01'.
+_CLOCK = re.compile(r"(?:([0-9]{1,4}) days?, )?([0-9]{1,3}):([0-9]{2}):([0-9]{2})")
 # What engines call the time of a step, and the speed, in their exports -> unit.
 _SECONDS = {
     "iterationtime": 1.0, "trainsteptimingins": 1.0, "steptime": 1.0, "timemetricsendtoends": 1.0,
@@ -157,7 +160,7 @@ def _metric(
         if step is None and plain in _STEP:
             step = whole(str(cell))
         elif (wall is None and plain in _WALL) or name == "_timestamp":
-            wall = value
+            wall = value if value is not None else _clock(str(cell))
         kind = tag if plain == "value" and tag else _kind(str(name))
         if kind is None:
             continue
@@ -179,6 +182,14 @@ def _metric(
         mem_gib=found.get("memory"),
     )
     return line, wall
+
+
+def _clock(text: str) -> float | None:
+    found = _CLOCK.fullmatch(text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24.0 + hours) * 60.0 + minutes) * 60.0 + seconds
 
 
 def _config(item: Mapping[str, Any], book: Book) -> bool:
