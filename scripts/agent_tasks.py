@@ -3,11 +3,11 @@
 A task is a model, machines and a batch of a published table (tests/golden), with the layouts that
 were measured there. The client asks the server's `predict` for each of them and takes the fastest
 that is 90% sure to fit. Regret: how much longer a step takes than with the best layout; of a choice
-that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody: a constant
-MFU, which knows no difference (the mean over what it believes to fit), and the rule of thumb of the
-engines' guides: as little model parallelism as fits, tensor parallelism inside of a host before a
-pipeline, the largest micro batch. The shipped calibration was fitted with these tables, so the tool
-knows them: docs/accuracy.md has errors on tables that it does not.
+that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody, the
+baselines of the exam (cost/exam/entrants.py): the rules of thumb of the engines' guides as numbers,
+and a constant MFU, which knows no difference (the mean over what these rules believe to fit). The
+shipped calibration was fitted with these tables, so the tool knows them: docs/accuracy.md has
+errors on tables that it does not.
 
     python scripts/agent_tasks.py [--tasks N]
 """
@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from mcp import Client, StdioServerParameters, stdio_client
 
-from fourfold.spec import catalog
+from fourfold.cost.exam import entrants
+from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.rows import parse
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 SOURCES = ("par4d", "bloom")
@@ -117,35 +120,35 @@ async def asked(client: Client, task: Task) -> Row:
     return best[1]
 
 
-def state_fits(row: Row) -> bool:
-    """What people compute by hand: weights and gradients of 6 bytes, optimizer state of 12 over the
-    data ranks, and Megatron's 34 bytes an activation, within 90% of the memory."""
-    layers, hidden, vocab = (int(row[name]) for name in ("n_layers", "d_model", "vocab"))
-    gated = 3 if row["family"] == "llama" else 2
-    kv = int(row["n_kv_heads"]) / int(row["n_heads"])
-    layer = hidden * hidden * (2 + 2 * kv) + gated * hidden * int(row["d_ff"])
-    tp, pp, cp, dp = (int(row[axis]) for axis in ("tp", "pp", "cp", "dp"))
-    params = (layers * layer / pp + vocab * hidden) / tp
-    tokens = int(row["seq_len"]) * int(row["mbs"]) / cp
-    kept = 2 if row["act_ckpt"] == "full" else 34 / tp
-    activations = tokens * hidden * kept * layers  # pp micro batches in flight of layers / pp each
-    needed = params * (6 + 12 / (dp * cp)) + activations
-    return needed < 0.9 * catalog.device(row["hardware"]).memory_bytes
-
-
 def constant_mfu(task: Task) -> float:
-    """Mean regret over what it believes to fit: to it all of them take as long."""
-    fitting = [row for row in task.rows if state_fits(row)] or list(task.rows)
+    """Mean regret over what is believed to fit: to it all of them take as long."""
+    fitting = [row for row in task.rows if by_rules()[row["row_id"]].fits] or list(task.rows)
     return statistics.mean(task.regret(row) for row in fitting)
 
 
 def rule_of_thumb(task: Task) -> Row:
-    def place(row: Row) -> tuple[bool, int, bool, int, int]:
-        tp, pp, cp = (int(row[axis]) for axis in ("tp", "pp", "cp"))
-        leaves_host = tp > int(row["gpus_per_node"])
-        return (not state_fits(row), tp * pp * cp, leaves_host, pp, -int(row["mbs"]))
+    """The fastest of what is believed to fit."""
+    said = by_rules()
+    return min(
+        task.rows, key=lambda row: (not said[row["row_id"]].fits, said[row["row_id"]].step_s)
+    )
 
-    return min(task.rows, key=place)
+
+class Said(NamedTuple):
+    step_s: float
+    fits: bool
+
+
+@functools.cache
+def by_rules() -> dict[str, Said]:
+    """What the rules of thumb say of every row."""
+    found = {}
+    for source in SOURCES:
+        rows = parse(read_table(GOLDEN / f"{source}.csv"))
+        said = entrants.rule_of_thumb(rows)
+        pairs = zip(said.step_s.tolist(), said.fits.tolist(), strict=True)
+        found |= dict(zip(rows.table.column("row_id"), map(Said._make, pairs), strict=True))
+    return found
 
 
 async def evaluate(count: int) -> list[tuple[Task, Row, Row]]:

@@ -130,7 +130,7 @@ def _sit(base: Path, season: Season, on_event: OnEvent) -> None:
     shipped = read_calibration(None)
     for name, (_, answered) in ENTRANTS.items():
         on_event(Event(f"{name} answers {len(season.ids)} tasks", "progress"))
-        text = submissions.written(season.ids, answered(season, shipped))
+        text = submissions.written(season.ids, answered(season.rows, shipped))
         files.write_text(base / "entrants" / f"{name}.csv", text)
         card = toml_text(codec.encode(card_of(name, fourfold.__version__)))
         files.write_text(base / "entrants" / f"{name}.toml", card)

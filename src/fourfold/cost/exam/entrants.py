@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.exam.season import Season
+from fourfold.cost.count.flops import FlopsQuery
 from fourfold.cost.exam.submission import Card, predictions_of
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.validate import others_of
@@ -25,33 +25,28 @@ LAYER_BYTES = 34.0  # of a layer's activations, times sequence, micro batch and 
 USED_OF_MEMORY = 0.9
 
 
-def as_shipped(season: Season, shipped: Calibration) -> RowPredictions:
-    return predict(season.rows, shipped)
-
-
-def season_left_out(season: Season, shipped: Calibration) -> RowPredictions:
+def season_left_out(rows: Rows, shipped: Calibration) -> RowPredictions:
     """By the calibrations of other engines and machines alone."""
-    others = others_of(shipped.entries, season.rows)
-    return predict(season.rows, replace(shipped, entries=others))
+    return predict(rows, replace(shipped, entries=others_of(shipped.entries, rows)))
 
 
-def constant_mfu(season: Season, shipped: Calibration) -> RowPredictions:
+def constant_mfu(rows: Rows) -> RowPredictions:
     """Six FLOPs per parameter and token at 40% of the peak, whatever the layout."""
-    return predictions_of(_six_n(season.rows) / USUAL_MFU)
+    return predictions_of(_six_n(rows) / USUAL_MFU)
 
 
-def rule_of_thumb(season: Season, shipped: Calibration) -> RowPredictions:
+def rule_of_thumb(rows: Rows) -> RowPredictions:
     """What guides say in words, as numbers: recompute costs a third, a pipeline its bubble
     (stages - 1) / (virtual stages x micro batches), tensor parallelism some percent within a host
     and twice the time across hosts, a larger micro batch runs faster; memory is states, sharded as
     ZeRO does, and activations."""
-    c = season.rows.columns
+    c = rows.columns
     stretch = 1.0 + c.full_ckpt / 3.0
     stretch = stretch * (1.0 + (c.pp - 1.0) / (c.vpp * c.micros))
     stretch = stretch * (1.0 + PER_TP_DOUBLING * np.log2(c.tp))
     stretch = np.where(c.tp > c.node, ACROSS_HOSTS, 1.0) * stretch
     stretch = stretch / (1.0 + PER_MICRO_DOUBLING * np.log2(np.minimum(c.micro, 8.0)))
-    held = _params(season.rows) / (c.tp * c.pp)
+    held = _params(rows) / (c.tp * c.pp)
     shards = c.gpus / (c.tp * c.pp * c.cp)
     weights, moments = (np.where(c.zero >= stage, shards, 1.0) for stage in (3, 1))
     state = held * ((STATE_BYTES - 12.0) / weights + 12.0 / moments)
@@ -61,18 +56,14 @@ def rule_of_thumb(season: Season, shipped: Calibration) -> RowPredictions:
     need = state + kept * tokens * c.hidden * layers / c.tp
     fits = need < USED_OF_MEMORY * c.capacity
     return predictions_of(
-        _six_n(season.rows) / USUAL_MFU * stretch,
+        _six_n(rows) / USUAL_MFU * stretch,
         mem_gb=need / 2**30,
         fit_chance=np.where(fits, 0.95, 0.05),
     )
 
 
 def _params(rows: Rows) -> Floats:
-    c = rows.columns
-    wide = 2.0 + c.gated
-    attention = 2.0 * c.hidden * c.width * (1.0 + c.kv_heads / c.heads)
-    tables = np.where(c.tied > 0, 1.0, 2.0) * c.vocab * c.hidden
-    return c.layers * (attention + wide * c.hidden * c.ffn) + tables
+    return np.asarray(FlopsQuery.of_columns(rows.columns, learned_positions=0.0).params)
 
 
 def _six_n(rows: Rows) -> Floats:
@@ -82,11 +73,11 @@ def _six_n(rows: Rows) -> Floats:
 
 _OWN = {"by": "this project", "url": "docs/cost-model.md"}
 # Name of the files -> card, answers.
-ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Season, Calibration], RowPredictions]]] = {
+ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Rows, Calibration], RowPredictions]]] = {
     "fourfold": (
         {"name": "fourfold, as shipped", "how": "fourfold predict, shipped calibration",
          "saw": "all rows of this season: open book", **_OWN},
-        as_shipped,
+        predict,
     ),
     "fourfold-left-out": (
         {"name": "fourfold, season left out",
@@ -97,7 +88,7 @@ ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Season, Calibration], RowPre
     "constant-mfu": (
         {"name": "constant MFU", "how": "6 x parameters x tokens at 40% of the peak",
          "saw": "nothing", "by": "baseline"},
-        constant_mfu,
+        lambda rows, _: constant_mfu(rows),
     ),
     "rule-of-thumb": (
         {"name": "rules of thumb",
@@ -108,7 +99,7 @@ ENTRANTS: dict[str, tuple[dict[str, str], Callable[[Season, Calibration], RowPre
          "saw": "no row, but the rule of the micro batch was added after a look at its ranks",
          "by": "baseline",
          "url": "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-guide.html"},
-        rule_of_thumb,
+        lambda rows, _: rule_of_thumb(rows),
     ),
 }  # fmt: skip
 
