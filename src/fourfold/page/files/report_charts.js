@@ -240,5 +240,8 @@ F.memory = () => {
 
 F.defaultAxes = (rows) => {
   const varying = PLACES.filter((field) => F.distinct(rows, field).length > 1);
-  return { x: varying[0] || "gpus", heat: [varying.includes("tp") || varying.length < 2 ? "tp" : varying[0], varying.includes("pp") || varying.length < 2 ? "pp" : varying[1]] };
+  // tp across and pp down where they vary; never one field both ways.
+  const across = varying.includes("tp") || varying.length < 2 ? "tp" : varying.find((field) => field !== "pp");
+  const down = varying.includes("pp") || varying.length < 2 ? "pp" : varying.find((field) => field !== across);
+  return { x: varying[0] || "gpus", heat: [across, down] };
 };
