@@ -15,12 +15,14 @@ from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.tokens import copies
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import usual_cluster
 from fourfold.search.routed import beyond
+from fourfold.search.stack_names import match_stack
 from fourfold.show.plan import page
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
@@ -168,3 +170,12 @@ def test_a_plan_places_experts_and_says_what_routing_does() -> None:
     assert "routing: forced even" in "\n".join(map(str, page(found, details=True)))
     assert {(row.layout.ep, row.layout.tp) for row in found.ranked} == {(4, 1)}
     assert plan(PlanRequest(**asked)).ranked[0].step_s <= first.step_s
+
+
+def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
+    known, cluster = shipped(), usual_cluster(catalog.device("h800-80gb"), 64)
+    dense = match_stack("megatron", cluster, known)
+    routed = match_stack("megatron", cluster, known, experts=True)
+    measured = {entry.stack for entry in known.routed if entry.rows_time}
+    assert with_experts(dense) not in measured  # the nearest dense one says nothing of experts
+    assert with_experts(routed) in measured

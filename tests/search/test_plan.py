@@ -30,12 +30,12 @@ from fourfold.search.query import (
     default_stack,
     entry_for,
     evidence_for,
-    match_stack,
     usual_cluster,
     usual_policy,
 )
 from fourfold.search.ranking import rank_layouts
 from fourfold.search.rules.case import divisors
+from fourfold.search.stack_names import match_stack
 from fourfold.search.training import whole_training
 from fourfold.show.plan import page
 from fourfold.spec import catalog, codec

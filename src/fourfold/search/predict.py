@@ -18,7 +18,8 @@ from fourfold.cost.stacks import release_of, year_of
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
-from fourfold.search.query import entry_for, match_stack, summed
+from fourfold.search.query import entry_for, summed
+from fourfold.search.stack_names import match_stack
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
 
@@ -57,7 +58,7 @@ def predict(
         machine = named or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
         known = known or calibrations.shipped()
-        engine = match_stack(stack, machine, known)
+        engine = match_stack(stack, machine, known, experts=has_experts)
         entry, _ = entry_for(known, engine, machine, experts=has_experts)
         asked = [_as_planned(specs[at], stack, engine) for at in places]
         writes = release or release_of(stack)

@@ -4,7 +4,6 @@ which engine and calibration a name stands for."""
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,15 +14,12 @@ from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
 from fourfold.cost.stacks import (
-    STACKS,
     has_experts,
     site_of,
     stack_defaults,
     stack_rules,
     with_experts,
-    year_of,
 )
-from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
@@ -41,7 +37,6 @@ from fourfold.spec.words import SHARDINGS
 ALIKE = 1.1  # rates of links within 10%
 # Of an engine's measured runs: what fewer have is no habit of it (Megatron's FSDP: 2 of 381).
 FEW_OF_ENGINE = 0.01
-_YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,58 +238,3 @@ def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]
         if runs and rules != "generic" and count < FEW_OF_ENGINE * runs:
             total[name] = 0
     return total
-
-
-def short_names(calibration: Calibration) -> set[str]:
-    """Names of engines without a year; of measured ones also without what follows the year."""
-    measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
-    return {*(name for name in STACKS if not year_of(name)), *measured}
-
-
-def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -> str:
-    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
-    generation of GPU, the newest. A full name stays as it is; a name nobody knows is refused."""
-    stack = require_known(stack, calibration)
-    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-") and e.rows_time]
-    if not named or any(e.stack == stack for e in calibration.entries):
-        return stack
-    generation = generation_of(cluster.device) if cluster else ""
-
-    def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
-        local = cluster is not None and entry.cluster in (
-            cluster.name,
-            twin(calibration, entry.stack, cluster),
-        )
-        alike = entry.generation == generation
-        return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
-
-    return max(named, key=says).stack
-
-
-def require_known(stack: str, calibration: Calibration) -> str:
-    """The name in lower case, once it is one: it changes the rules and the seconds."""
-    name = stack.strip().lower()
-    short = short_names(calibration)
-    measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
-    if name in measured or name in short or _YEAR.sub("", name) in short:
-        return measured.get(name, name)
-    hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
-    raise UserError("unknown stack", field="stack", value=stack, hint=hint)
-
-
-def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Every name: whose rules it has, what it stands for, and on what it was measured."""
-    full = {entry.stack for entry in calibration.entries}
-    rows = []
-    for name in sorted(short_names(calibration) | full):
-        stands_for = match_stack(name, cluster, calibration)
-        entries = [entry for entry in calibration.entries if entry.stack == stands_for]
-        rows.append(
-            {
-                "stack": name,
-                "stands_for": stands_for,
-                "rules": stack_rules(name).name,
-                "measured": {entry.cluster: entry.rows_time for entry in entries},
-            }
-        )
-    return rows

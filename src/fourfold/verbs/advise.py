@@ -10,7 +10,8 @@ from fourfold.events import OnEvent, ignore
 from fourfold.search import advise as sizes
 from fourfold.search.advise import LayerShape, auto_heads
 from fourfold.search.compare import compare, shapes_near
-from fourfold.search.query import entry_for, match_stack, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES

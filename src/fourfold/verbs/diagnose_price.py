@@ -11,7 +11,8 @@ from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.result.profile import coefficients_of
-from fourfold.search.query import entry_for, match_stack
+from fourfold.search.query import entry_for
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec

@@ -25,7 +25,7 @@ from fourfold.result.files.stored import seal
 from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
 from fourfold.result.report import RunReport
 from fourfold.search.export.setup import Setup
-from fourfold.search.query import match_stack
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site

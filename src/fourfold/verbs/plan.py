@@ -14,9 +14,10 @@ from fourfold.search.answer import answer
 from fourfold.search.compare import best_of
 from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
 from fourfold.search.plan_answer import EngineBest, PlanAnswer, Routed
-from fourfold.search.query import PlanQuery, listed
+from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
+from fourfold.search.stack_names import listed
 from fourfold.spec.layout import Layout
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import (

@@ -10,14 +10,15 @@ from typing import Any
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, year_of
+from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, with_experts, year_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search import query as queries
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
-from fourfold.search.query import PlanQuery, match_stack
+from fourfold.search.query import PlanQuery
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
@@ -56,7 +57,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
     counts = _divided(request.layout, _gpu_counts(request, cluster), model, batch)
     if not (request.stack or request.export) and not _is_measured(cluster, known):
         request = replace(request, stack=_usual_engine(request, model, batch, policy))
-    stack = _stack(request, cluster, known, on_event)
+    stack = _stack(request, cluster, known, on_event, experts=model.moe is not None)
     entry, why = queries.entry_for(known, stack, cluster, experts=model.moe is not None)
     policy = _with_habits(request, stack, policy)
     query = PlanQuery(
@@ -221,16 +222,20 @@ def _release(
     return release_of(engine)
 
 
-def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent) -> str:
+def _stack(
+    request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent, *, experts: bool
+) -> str:
     """Whose engine; what a short name stands for is an event."""
     asked = _implied_stack(request)
     if not asked:
         return queries.default_stack(cluster, known)
-    stack = match_stack(asked, cluster, known)
+    stack = match_stack(asked, cluster, known, experts=experts)
     if stack != asked.strip().lower():
-        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
+        entries, name = (known.routed, with_experts(stack)) if experts else (known.entries, stack)
+        rows = {e.cluster: e.rows_time for e in entries if e.stack == name and e.rows_time}
         where = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in rows.items())
-        on_event(Event(f"read as: stack {asked} = {stack}, measured on {where}"))
+        measured = f"measured on {where}" if where else "never measured with experts"
+        on_event(Event(f"read as: stack {asked} = {stack}, {measured}"))
     return stack
 
 

@@ -12,7 +12,8 @@ from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.search import export as exports
 from fourfold.search.legal import why_not_spec
-from fourfold.search.query import entry_for, match_stack, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
@@ -79,8 +80,8 @@ def support(request: SupportRequest) -> Support:
 
 def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
     known, cluster = calibrations.shipped(), usual_cluster(catalog.device(gpu), _COUNT)
-    stack = match_stack(exports.stack_of(engine), cluster, known)
-    entry, _ = entry_for(known, stack, cluster)
+    stack = match_stack(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
+    entry, _ = entry_for(known, stack, cluster, experts=model.moe is not None)
     try:
         exports.check(engine, model)
         settings = "yes"

@@ -1,0 +1,76 @@
+"""Names of engines: what a short one stands for, on which machines it was measured."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fourfold.cost.fit.calibration import Calibration, FittedStack
+from fourfold.cost.stacks import STACKS, stack_rules, with_experts, year_of
+from fourfold.errors import UserError, nearest
+from fourfold.search.query import twin
+from fourfold.spec.catalog import generation_of
+from fourfold.spec.cluster import Cluster
+
+_YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
+
+
+def short_names(calibration: Calibration) -> set[str]:
+    """Names of engines without a year; of measured ones also without what follows the year."""
+    measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
+    return {*(name for name in STACKS if not year_of(name)), *measured}
+
+
+def match_stack(
+    stack: str, cluster: Cluster | None, calibration: Calibration, *, experts: bool = False
+) -> str:
+    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+    generation of GPU, the newest; for a model with `experts` one that was measured with some. A
+    full name stays as it is; a name nobody knows is refused."""
+    stack = require_known(stack, calibration)
+    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-") and e.rows_time]
+    if not named or any(e.stack == stack for e in calibration.entries):
+        return stack
+    if experts:
+        routed = {e.stack for e in calibration.routed if e.rows_time}
+        named = [e for e in named if with_experts(e.stack) in routed] or named
+    generation = generation_of(cluster.device) if cluster else ""
+
+    def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
+        local = cluster is not None and entry.cluster in (
+            cluster.name,
+            twin(calibration, entry.stack, cluster),
+        )
+        alike = entry.generation == generation
+        return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
+
+    return max(named, key=says).stack
+
+
+def require_known(stack: str, calibration: Calibration) -> str:
+    """The name in lower case, once it is one: it changes the rules and the seconds."""
+    name = stack.strip().lower()
+    short = short_names(calibration)
+    measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
+    if name in measured or name in short or _YEAR.sub("", name) in short:
+        return measured.get(name, name)
+    hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
+    raise UserError("unknown stack", field="stack", value=stack, hint=hint)
+
+
+def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Every name: whose rules it has, what it stands for, and on what it was measured."""
+    full = {entry.stack for entry in calibration.entries}
+    rows = []
+    for name in sorted(short_names(calibration) | full):
+        stands_for = match_stack(name, cluster, calibration)
+        entries = [entry for entry in calibration.entries if entry.stack == stands_for]
+        rows.append(
+            {
+                "stack": name,
+                "stands_for": stands_for,
+                "rules": stack_rules(name).name,
+                "measured": {entry.cluster: entry.rows_time for entry in entries},
+            }
+        )
+    return rows
