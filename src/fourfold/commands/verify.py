@@ -28,7 +28,7 @@ examples:
   fourfold verify --world 4 --layout "dp2 tp2" --break norm-grad   must fail: it sees mistakes
   fourfold verify --world 8 --device cuda         on your GPUs, over NCCL
   fourfold verify --world 8 --sample 20 --device cuda --share-gpu    all ranks on one GPU
-  fourfold verify --engine megatron-core==0.19.2 --layout "tp2 sp ep2 experts"
+  fourfold verify --engine megatron-core==0.19.2 --layout "tp2 sp ep2 etp1 experts"
   fourfold verify --engine torchtitan==0.2.2 --layout dp2 --repro fault.py
 """
 OPTIONS = (

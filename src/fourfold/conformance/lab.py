@@ -78,7 +78,8 @@ class Lab:
     def installed(self) -> Lab:
         """Of an edited copy, the release as it was installed."""
         if self._installed is None:
-            self._installed = Lab(replace(self.release, source=""), limit_s=self.limit_s)
+            limits = {"device": self.device, "limit_s": self.limit_s}
+            self._installed = Lab(replace(self.release, source=""), **limits)
         return self._installed
 
     def legal(self, cell: Cell) -> bool:
