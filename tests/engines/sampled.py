@@ -166,7 +166,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
 
 def environment(engine: str) -> Path:
     """The interpreter of the engine's own environment (scripts/engines makes them)."""
-    python = ROOT / ".engines" / VENVS[engine] / "bin" / "python"
+    python = ROOT / ".engines" / VENVS.get(engine, engine) / "bin" / "python"
     if not python.exists():
         missing = f"{python.parent.parent} is missing: run scripts/engines"
         assert not os.environ.get("FOURFOLD_ENGINES"), missing

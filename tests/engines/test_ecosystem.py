@@ -1,6 +1,7 @@
 """Do Hugging Face, DeepSpeed, Megatron-Bridge, SkyPilot and Kubeflow take what is written for them?
 
-Each is asked by its own code where it is installed; the test of it is skipped elsewhere.
+Each is asked by its own code, in an environment of scripts/engines; without that, what it would be
+asked is skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from fourfold.errors import UserError
 from fourfold.search.export import megatron_bridge
 from fourfold.verbs.export import Exported
 
+sys.path.insert(0, str(Path(__file__).parent))
+from sampled import environment
+
 
 def _exported(engine: str, layout: str, job: str = "", **policy: Any) -> Exported:
     request = PlanRequest(
@@ -28,6 +32,18 @@ def _exported(engine: str, layout: str, job: str = "", **policy: Any) -> Exporte
         layout=layout, policy=policy, export=engine,
     )  # fmt: skip
     return fourfold.export(request, job=job)
+
+
+def _asked(code: str, text: str, folder: Path, **env: str) -> Any:
+    """What the tool's own code says of an exported file, its last line as JSON."""
+    file = folder / "exported"
+    file.write_text(text)
+    done = subprocess.run(
+        [environment("ecosystem"), "-c", code, str(file)],
+        env=os.environ | {"HOME": str(folder)} | env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 LAYOUTS = [
@@ -47,9 +63,6 @@ def test_accelerate_reads_its_parallelism_config(layout: str, policy: Any, tmp_p
         said["tp_size"] * said["cp_size"] * said["dp_shard_size"] * said["dp_replicate_size"] == 64
     )
     assert (said["tp_size"], said["cp_size"]) == (choice.tp, choice.cp)
-    pytest.importorskip("accelerate")
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(made.files["accelerate.yaml"])
     code = (
         "import json, sys\n"
         "from accelerate.commands.config.config_args import load_config_from_file\n"
@@ -69,12 +82,7 @@ def test_accelerate_reads_its_parallelism_config(layout: str, policy: Any, tmp_p
         for line in made.files["env.sh"].splitlines()
         if line.startswith("export ")
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)],
-        env=os.environ | own, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    env, mesh = json.loads(done.stdout.splitlines()[-1])
+    env, mesh = _asked(code, made.files["accelerate.yaml"], tmp_path, **own)
     assert mesh == [choice.replicate, choice.shard, choice.tp, choice.cp]
     # What its launcher sets is what env.sh sets.
     assert {name: env.get(name) for name in own if name in env} == {
@@ -97,22 +105,15 @@ def test_deepspeed_reads_its_json(layout: str, zero: int, tmp_path: Path) -> Non
         == 128
     )
     assert config.get("sequence_parallel_size", 1) == choice.layout.cp
-    pytest.importorskip("deepspeed")
-    file = tmp_path / "ds.json"
-    file.write_text(made.files["ds_config.json"])
     code = (
         "import json, sys\n"
         "from deepspeed.runtime import config\n"
         "config.dist.get_rank = lambda: 0\n"
         "config.dist.get_world_size = lambda: 64\n"
         "found = config.DeepSpeedConfig(json.load(open(sys.argv[1])))\n"
-        "print(found.train_batch_size, found.zero_optimization_stage)\n"
+        "print(json.dumps([found.train_batch_size, found.zero_optimization_stage]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-2:] == ["128", str(zero)]
+    assert _asked(code, made.files["ds_config.json"], tmp_path) == [128, zero]
 
 
 def test_megatron_bridge_has_every_field_and_recipe() -> None:
@@ -144,10 +145,14 @@ def test_skypilot_takes_the_task(engine: str, tmp_path: Path) -> None:
     task = yaml.safe_load(made.files["skypilot.yaml"])
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (8, "H100:8")
     _must_write(task["run"], made, tmp_path)
-    sky = pytest.importorskip("sky")
-    found = sky.Task.from_yaml_config(task)
-    assert found.num_nodes == 8
-    assert "H100" in str(found.resources)
+    code = (
+        "import json, sky, sys, yaml\n"
+        "found = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])))\n"
+        "print(json.dumps([found.num_nodes, str(found.resources)]))\n"
+    )
+    nodes, resources = _asked(code, made.files["skypilot.yaml"], tmp_path)
+    assert nodes == 8
+    assert "H100" in resources
 
 
 @pytest.mark.parametrize("engine", ["accelerate", "torchtitan"])
@@ -156,10 +161,15 @@ def test_kubeflow_takes_the_job(engine: str, tmp_path: Path) -> None:
     job = yaml.safe_load(made.files["kubeflow.yaml"])
     assert (job["kind"], job["spec"]["trainer"]["numNodes"]) == ("TrainJob", 8)
     _must_write(job["spec"]["trainer"]["command"][2], made, tmp_path)
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    found = models.TrainerV1alpha1TrainJob.from_dict(job)
-    assert found.spec.trainer.num_proc_per_node == 8
-    assert found.to_dict()["spec"]["runtimeRef"]["name"] == "torch-distributed"
+    code = (
+        "import json, sys, yaml\n"
+        "from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob\n"
+        "found = TrainerV1alpha1TrainJob.from_dict(yaml.safe_load(open(sys.argv[1])))\n"
+        "print(json.dumps([found.spec.trainer.num_proc_per_node, found.to_dict()]))\n"
+    )
+    each, said = _asked(code, made.files["kubeflow.yaml"], tmp_path)
+    assert each == 8
+    assert said["spec"]["runtimeRef"]["name"] == "torch-distributed"
 
 
 def _must_write(run: str, made: Exported, folder: Path) -> None:
