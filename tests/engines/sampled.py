@@ -1,4 +1,5 @@
-"""Layouts of six models for each engine, drawn by a fixed seed among the legal ones."""
+"""Layouts of six models for each engine, and of others with experts, drawn by a fixed seed among
+the legal ones."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
@@ -70,6 +73,23 @@ MODELS: dict[str, tuple[ModelShape, ...]] = {
         _llama(layers=13, hidden=1024, ffn=4096, heads=16, kv_heads=4, vocab=50257),
     ),
 }
+_MIXTRAL = catalog.model("mixtral-8x7b")
+_DROPPING = replace(_MIXTRAL, moe=replace(_MIXTRAL.moe, capacity=1.5, z_weight=1e-3), name="drops")
+_EVERY_SECOND = replace(
+    catalog.model("qwen3-30b-a3b"), moe=Moe(ffn=768, every=2, shared_ffn=1536), name="every-2"
+)
+_EVERYWHERE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "kimi-k2")
+EXPERTS: dict[str, tuple[ModelShape, ...]] = {
+    "megatron": (
+        *(catalog.model(name) for name in _EVERYWHERE),
+        *(catalog.model(name) for name in ("qwen2-57b-a14b", "glm-4.5-air")),
+        _MIXTRAL,
+        _DROPPING,
+        _EVERY_SECOND,
+    ),
+    "torchtitan": (*(catalog.model(name) for name in _EVERYWHERE), _EVERY_SECOND),
+    "torchtitan-0.2": tuple(catalog.model(name) for name in (*_EVERYWHERE, "moonlight-16b-a3b")),
+}
 VENVS = {
     "megatron": "megatron",
     "torchtitan": "torchtitan-0.3",
@@ -92,6 +112,10 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
         cp=dice.choice((1, 1, 2, 4)) if "cp" in rules.axes else 1,
         tp=dice.choice((1, 2, 4, 8, 16)),
     )
+    if model.moe:
+        ep = dice.choice((1, 2, 4, 8, 16, 32, 64))
+        slices = layout.tp if rules.experts_follow_tp else dice.choice((1, 1, 2))
+        layout = replace(layout, ep=ep, etp=1 if rules.experts_follow_tp and ep > 1 else slices)
     loops = "interleaved" in rules.schedules and layout.pp > 1
     virtual = dice.choice((1, 1, 2, 3, 4, 5, 6, 7)) if loops else 1
     plain = tuple(name for name in rules.schedules if name in ("1f1b", "gpipe"))
@@ -110,6 +134,7 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
         recompute=dice.choice(kinds),
         compile=engine.startswith("torchtitan") and dice.random() < 0.3,
     )
+    policy = _with_experts(engine, model, layout, policy, dice) if model.moe else policy
     return Setup(
         model=model,
         layout=layout,
@@ -126,12 +151,30 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
     )
 
 
-def sampled(engine: str, count: int) -> list[Setup]:
+def _with_experts(
+    engine: str, model: ModelShape, layout: Layout, policy: Policy, dice: random.Random
+) -> Policy:
+    kinds = ("auto", *(kind for kind in RELEASES[engine].dispatchers if kind != "local"))
+    if engine == "torchtitan-0.2" and not model.latent:
+        kinds = ("auto", "alltoall")
+    kind = dice.choice(kinds)
+    # Under another micro batch's layers: Megatron's, and where nothing is computed again around it.
+    hides = layout.ep > 1 and kind != "allgather" and policy.recompute in ("none", "moe-act")
+    hides &= engine == "megatron" and (layout.pp == 1) == (policy.virtual_stages == 1)
+    return replace(
+        policy, dispatcher=kind, routing=dice.choice(("natural", "forced")),
+        overlap_exchange=hides and policy.precision == "bf16-mixed" and dice.random() < 0.5
+        and (not model.mtp or layout.pp > 1),
+    )  # fmt: skip
+
+
+def sampled(engine: str, count: int, models: Sequence[ModelShape] = ()) -> list[Setup]:
     """Legal setups that the engine's release can express, the models in turn."""
     dice = random.Random(f"{engine} 1")
+    models = models or MODELS[engine]
     found: list[Setup] = []
     while len(found) < count:
-        model = MODELS[engine][len(found) % len(MODELS[engine])]
+        model = models[len(found) % len(models)]
         one = _drawn(engine, model, dice)
         target = Target(stack=one.stack, release=engine, gpus=one.layout.world)
         if why_not(model, one.layout, one.batch, one.policy, target):
@@ -154,6 +197,8 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)
+    if one.model.moe and one.model.moe.choice_bias:  # which these engines do not count
+        params -= one.model.experts * one.model.moe_layers
     if engine in ("megatron", "nanotron"):  # rows are added until tp divides the vocabulary
         rows = -one.model.vocab % one.layout.tp
         params += rows * one.model.hidden * (1 if one.model.tied else 2)
@@ -161,7 +206,46 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         "layers": [int(count) for count in layers],
         "params": params,
         "tokens": one.batch.tokens,
+        **(_expected_experts(one, one.model.moe) if one.model.moe else {}),
     }
+
+
+_MODULES = {"selective": ["core_attn"], "moe": ["moe"], "moe-act": ["moe_act"]}
+
+
+def _expected_experts(one: Setup, moe: Moe) -> dict[str, Any]:
+    model, layout = one.model, one.layout
+    local = layout.ep * layout.etp == 1
+    return {
+        "experts": model.experts,
+        "top_k": model.top_k,
+        "expert_ffn": moe.ffn,
+        "shared_ffn": moe.shared_ffn,
+        "routed": [layer for layer in range(model.layers) if model.has_experts(layer)],
+        "ep": layout.ep,
+        "group": _expert_group(layout),
+        "dispatcher": "alltoall" if local or one.dispatcher == "local" else one.dispatcher,
+        "forced": one.policy.routing == "forced",
+        "router": [moe.score, moe.normalised, moe.scale, moe.groups, moe.group_top_k],
+        **(
+            {
+                "etp": layout.etp,
+                "modules": _MODULES.get(one.policy.recompute, []),
+                "mtp": model.mtp or 0,
+                "capacity": moe.capacity,
+                "hides_exchange": one.policy.overlap_exchange,
+            }
+            if one.stack.startswith("megatron")
+            else {}
+        ),
+    }
+
+
+def _expert_group(layout: Layout) -> list[int]:
+    """Ranks that hold one copy of all experts with rank 0."""
+    size = layout.shard * layout.cp * layout.tp
+    places = [layout.expert_place(rank) for rank in range(size)]
+    return [rank for rank, (edp, _, etp) in enumerate(places) if (edp, etp) == (0, 0)]
 
 
 def environment(engine: str) -> Path:

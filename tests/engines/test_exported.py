@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sampled import MODELS, expected, read_back, sampled
+from sampled import EXPERTS, MODELS, expected, read_back, sampled
 
 
-def compare(engine: str, count: int, folder: Path) -> None:
-    setups = sampled(engine, count)
+def compare(engine: str, count: int, folder: Path, models=()) -> None:
+    setups = sampled(engine, count, models)
     wrong = []
     for one, answer in zip(setups, read_back(engine, setups, folder), strict=True):
         want = expected(engine, one)
@@ -39,3 +39,14 @@ def test_a_few_layouts_are_accepted_and_read_back_equal(engine: str, tmp_path) -
 @pytest.mark.parametrize("engine", MODELS)
 def test_200_layouts_are_accepted_and_read_back_equal(engine: str, tmp_path) -> None:
     compare(engine, 210, tmp_path)
+
+
+@pytest.mark.parametrize("engine", EXPERTS)
+def test_a_few_layouts_with_experts_are_read_back_equal(engine: str, tmp_path) -> None:
+    compare(engine, len(EXPERTS[engine]), tmp_path, EXPERTS[engine])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", EXPERTS)
+def test_100_layouts_with_experts_are_read_back_equal(engine: str, tmp_path) -> None:
+    compare(engine, 100, tmp_path, EXPERTS[engine])

@@ -13,8 +13,15 @@ import logging
 import sys
 import warnings
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+# Kernels of DeepEP need a GPU to install; its models import their names where they are built.
+NAMES = {"deep_ep": "Buffer ElasticBuffer", "deep_ep.utils": "EventHandle EventOverlap"}
+for _module, _names in NAMES.items():
+    sys.modules[_module] = ModuleType(_module)
+    for _name in _names.split():
+        setattr(sys.modules[_module], _name, object)
 warnings.filterwarnings("ignore")
 logging.disable(logging.CRITICAL)
 
@@ -142,12 +149,76 @@ def answer(case: dict) -> dict[str, Any]:
     assert training.seq_len % dims.seq_len_divisor == 0
     layers = [sum(name.startswith("layers.") for name in stage) for stage in names]
     return {
+        **experts(config, dims),
         "layers": layers or [case["layers"]],
         "params": params,
         "fp8": fp8 > 0,
         "tokens": local * dp * steps * training.seq_len,
         "micro_batches": steps * pieces,
     }
+
+
+BACKENDS = {"standard": "alltoall", "deepep": "deepep"}
+DISPATCHERS = {
+    "AllToAllTokenDispatcher": "alltoall",
+    "DeepEPTokenDispatcher": "deepep",
+    "HybridEPTokenDispatcher": "hybridep",
+}
+
+
+def experts(config: Any, dims: Any) -> dict[str, Any]:
+    """Of a model with experts: what its router, its experts and its dispatcher will be."""
+    found = old_experts(config) if is_old() else new_experts(config)
+    if not found:
+        return {}
+    sharded = dims.dp_shard * dims.cp * dims.tp
+    assert sharded % dims.ep == 0
+    return found | {
+        "ep": dims.ep,
+        # The innermost axis of its mesh for experts (pp, dp_replicate, efsdp, ep).
+        "group": list(range(sharded))[: dims.ep],
+        "forced": config.debug.moe_force_load_balance,
+    }
+
+
+def new_experts(config: Any) -> dict[str, Any]:
+    layers = config.model_spec.model.layers
+    routed = [number for number, layer in enumerate(layers) if layer.moe is not None]
+    if not routed:
+        return {}
+    moe = layers[routed[0]].moe
+    router, inner = moe.router, moe.routed_experts.inner_experts
+    kind = type(moe.routed_experts.token_dispatcher).__qualname__.partition(".")[0]
+    shared = moe.shared_experts
+    return {
+        "experts": router.num_experts,
+        "top_k": router.top_k,
+        "expert_ffn": inner.hidden_dim,
+        "shared_ffn": shared.w1.out_features if shared else 0,
+        "routed": routed,
+        "dispatcher": DISPATCHERS[kind],
+        "router": [router.score_func, router.route_norm, router.route_scale,
+                   router.num_expert_groups or 1, router.num_limited_groups or 1],
+    }  # fmt: skip
+
+
+def old_experts(config: Any) -> dict[str, Any]:
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    model = get_train_spec(config.model.name).model_args[config.model.flavor]
+    if not getattr(model, "moe_enabled", hasattr(model, "n_dense_layers")):
+        return {}
+    moe, dense = model.moe_args, getattr(model, "n_dense_layers", 0)
+    return {
+        "experts": moe.num_experts,
+        "top_k": moe.top_k,
+        "expert_ffn": model.moe_inter_dim,
+        "shared_ffn": moe.num_shared_experts * model.moe_inter_dim,
+        "routed": list(range(dense, model.n_layers)),
+        "dispatcher": BACKENDS[config.parallelism.expert_parallel_comm_backend],
+        "router": [moe.score_func, moe.route_norm, moe.route_scale,
+                   moe.num_expert_groups or 1, moe.num_limited_groups or 1],
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from fourfold.spec.run import RunSpec
 
 TESTS = Path(__file__).parent.parent
 sys.path.insert(0, str(TESTS / "engines"))
-from sampled import MODELS, sampled  # noqa: E402
+from sampled import EXPERTS, MODELS, sampled  # noqa: E402
 
 FLAGS = tomllib.loads((TESTS / "golden" / "megatron_flags.toml").read_text())
 LLAMA2 = catalog.model("llama-2-7b")
@@ -66,7 +66,7 @@ def test_blocks_of_recomputed_layers_are_megatrons() -> None:
 
 def test_every_exported_name_is_megatrons_own() -> None:
     """Over 300 sampled layouts: names, whether a value follows, and closed choices."""
-    for one in sampled("megatron", 300):
+    for one in (*sampled("megatron", 240), *sampled("megatron", 60, EXPERTS["megatron"])):
         for name, values in flags_of(one).items():
             if name in FLAGS["switches"]:
                 assert values == []
@@ -124,16 +124,70 @@ def test_what_the_seconds_assume_is_switched_on() -> None:
     assert "tp_linear_async_communication: true" in yaml["config.yaml"]
 
 
-def test_126_layers_are_cut_by_counting_embedding_and_loss() -> None:
-    looped = {"schedule": "interleaved", "virtual_stages": 4}
-    found = flags_of(setup("pp16 dp2 tp8", "llama-3.1-405b", **looped))
-    assert found["--num-virtual-stages-per-pipeline-rank"] == ["4"]
-    assert found.keys() >= {
-        "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
-    }  # fmt: skip
-    uneven = flags_of(setup("pp12 dp2 tp8", "llama-3.1-70b"))  # 7 x 10 and 5 at each end
-    assert uneven["--decoder-first-pipeline-num-layers"] == ["5"]
-    assert uneven["--decoder-last-pipeline-num-layers"] == ["5"]
+def test_uneven_stages_are_a_layout_of_megatrons() -> None:
+    """126 layers are two short of 64 chunks, 61 of DeepSeek-V3 three of 32, whose last one has the
+    head and the layer that predicts further tokens alone (so in NVIDIA's recipes)."""
+
+    def layout(words: str, model: str, virtual: int = 1) -> list[str]:
+        looped = {"schedule": "interleaved", "virtual_stages": virtual} if virtual > 1 else {}
+        return flags_of(setup(words, model, **looped))["--pipeline-model-parallel-layout"]
+
+    assert layout("pp16 dp2 tp8", "llama-3.1-405b", 4) == ["Et|(tt|)*62tL"]
+    assert layout("pp12 dp2 tp8", "llama-3.1-70b") == ["Et*5|(t*7|)*10t*5L"]
+    assert layout("pp2 dp2 tp8", "deepseek-v3") == ["Et*31|t*30mL"]
+    assert layout("pp16 dp8 ep8", "deepseek-v3", 2) == ["Et|(tt|)*30mL"]
+
+
+def test_experts_are_megatrons() -> None:
+    found = flags_of(setup("pp16 dp16 tp2 ep32", "deepseek-v3", recompute="moe-act"))
+    assert found.items() >= {
+        "--num-experts": ["256"], "--moe-router-topk": ["8"], "--moe-ffn-hidden-size": ["2048"],
+        "--expert-model-parallel-size": ["32"], "--expert-tensor-parallel-size": ["1"],
+        "--moe-token-dispatcher-type": ["flex"], "--moe-flex-dispatcher-backend": ["hybridep"],
+        "--moe-grouped-gemm": [], "--moe-router-score-function": ["sigmoid"],
+        "--moe-router-enable-expert-bias": [], "--moe-router-num-groups": ["8"],
+        "--moe-router-group-topk": ["4"], "--moe-router-topk-scaling-factor": ["2.5"],
+        "--moe-router-load-balancing-type": ["seq_aux_loss"],
+        "--moe-shared-expert-intermediate-size": ["2048"], "--multi-latent-attention": [],
+        "--kv-lora-rank": ["512"], "--moe-layer-freq": ["([0]*3+[1]*58)"],
+        "--mtp-num-layers": ["1"], "--recompute-modules": ["moe_act"],
+        "--cuda-graph-scope": ["attn", "moe_router", "moe_preprocess"],
+    }.items()  # fmt: skip
+    plain = flags_of(replace(setup("dp16 ep8", "mixtral-8x7b"), stack="megatron-lm-2024"))
+    assert plain["--moe-token-dispatcher-type"] == ["alltoall"]
+    assert not {"--moe-router-pre-softmax", "--cuda-graph-impl"} & plain.keys()
+    forced = flags_of(setup("dp16 ep8", "deepseek-v2-lite", routing="forced"))
+    assert forced.keys() >= {"--moe-router-pre-softmax", "--moe-router-force-load-balancing"}
+
+
+REFUSED = [
+    ("megatron", "deepseek-v2", "dp8", {}, "model.moe.group_score=best"),
+    ("megatron", "qwen3-30b-a3b", "dp8 ep8", {"precision": "fp16"}, "policy.precision=fp16"),
+    ("megatron", "qwen3-30b-a3b", "dp8", {"recompute": "norm+mlp"}, "policy.recompute=norm+mlp"),
+    ("megatron", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "ncclep"}, "policy.dispatcher"),
+    ("megatron", "qwen3-30b-a3b", "pp2 dp8 ep8", {"overlap_exchange": True}, "overlap_exchange"),
+    ("megatron", "olmoe-1b-7b", "dp8", {}, "model.qk_norm=width"),
+    ("megatron", "gpt-oss-20b", "dp8", {}, "model.window"),
+    ("torchtitan", "mixtral-8x7b", "dp8", {}, "model.family=mixtral"),
+    ("torchtitan", "qwen3-30b-a3b", "dp8 tp2 ep1", {}, "layout.etp=1"),
+    ("torchtitan", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "allgather"}, "policy.dispatcher"),
+    ("torchtitan", "qwen3-30b-a3b", "dp8 ep8", {"recompute": "moe"}, "policy.recompute=moe"),
+    ("torchtitan-0.2", "qwen3-30b-a3b", "pp2 dp8", {}, "layout.pp=2"),
+    ("torchtitan-0.2", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "hybridep"}, "dispatcher"),
+    ("nanotron", "qwen3-30b-a3b", "dp8", {"sharding": "zero1"}, "model.experts=128"),
+    ("accelerate", "qwen3-30b-a3b", "dp8 ep8", {"sequence_parallel": False}, "layout.ep=8"),
+]
+
+
+@pytest.mark.parametrize(("engine", "model", "layout", "policy", "field"), REFUSED)
+def test_what_an_engine_lacks_of_experts_is_refused_by_name(
+    engine: str, model: str, layout: str, policy: dict, field: str
+) -> None:
+    policy = {"sharding": "zero3" if "pp" not in layout else "zero1", **policy}
+    one = replace(setup(layout, model, **policy), stack=export.stack_of(engine))
+    with pytest.raises(UserError) as error:
+        export.write_folder(engine, one)
+    assert field in str(error.value)
 
 
 @pytest.mark.parametrize("engine", OTHERS)
@@ -217,7 +271,7 @@ def test_bash_runs_nothing_that_stands_in_a_name(engine: str, tmp_path) -> None:
         ("megatron", {"precision": "bf16-pure"}, "policy.precision"),
         ("megatron", {"compile": True}, "policy.compile"),
         ("megatron", {"loss_chunks": 4}, "policy.loss_chunks"),
-        ("megatron", {"schedule": "interleaved", "virtual_stages": 7}, "policy.virtual_stages"),
+        ("megatron", {"schedule": "interleaved", "virtual_stages": 30}, "policy.virtual_stages"),
         ("torchtitan", {"sharding": "zero1"}, "policy.sharding"),
         ("torchtitan", {"sharding": "zero3", "precision": "fp4"}, "policy.precision"),
         ("torchtitan", {"sharding": "zero3", "recompute": "every-2"}, "policy.recompute"),

@@ -19,6 +19,7 @@ NARROW = catalog.shape("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2
 DEEP, DEEPER = catalog.model("llama-3.1-70b"), catalog.model("llama-3.1-405b")
 TIED = catalog.model("llama-3.2-1b")
 MIXTRAL = catalog.model("mixtral-8x7b")  # 8 experts, ffn 14336
+QWEN_MOE = catalog.model("qwen3-30b-a3b")
 SHARING = catalog.model("deepseek-v2-lite")  # shared experts of 2816 together
 LOOPED = {"schedule": "interleaved"}
 TITAN = {**LOOPED, "virtual_stages": 2, "stack": "torchtitan", "sharding": "zero3"}
@@ -155,8 +156,8 @@ CASES = [
         {"layout": "pp2", "schedule": "zero-bubble", "virtual_stages": 2, "stack": "torchtitan"},
     ),
     (
-        "stage-layers",  # 80 layers: 20 a stage, which 7 does not divide
-        {"model": DEEP, "layout": "pp4", **LOOPED, "virtual_stages": 7, "stack": "megatron"},
+        "stage-layers",  # 80 layers: 36 chunks of 3 are too many
+        {"model": DEEP, "layout": "pp4", **LOOPED, "virtual_stages": 9, "stack": "megatron"},
         {"model": DEEP, "layout": "pp4", **LOOPED, "virtual_stages": 5, "stack": "megatron"},
     ),
     (
@@ -223,6 +224,11 @@ CASES = [
     ("expert-dense", {"layout": "dp2 ep2"}, {"model": MIXTRAL, "layout": "dp2 ep2"}),
     ("expert-dense", {"layout": "dp2 etp2"}, {"model": MIXTRAL, "layout": "dp2 etp2"}),
     ("expert-dense", {"recompute": "moe"}, {"model": MIXTRAL, "recompute": "moe"}),
+    (
+        "expert-tp",
+        {"model": QWEN_MOE, "layout": "dp4 tp2", "stack": "torchtitan", "sharding": "zero3"},
+        {"model": QWEN_MOE, "layout": "dp4 tp2 ep4", "stack": "torchtitan", "sharding": "zero3"},
+    ),
     (
         "experts",
         {"model": MIXTRAL, "layout": "dp3 ep3"},

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.model import FAMILIES
 from fourfold.spec.words import CP_KINDS, DTYPE_BYTES, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
 
@@ -25,7 +25,7 @@ class EngineRules:
     """
 
     name: str
-    axes: tuple[str, ...] = MODEL_AXES
+    axes: tuple[str, ...] = (*MODEL_AXES, *EXPERT_AXES)
     cp_kinds: tuple[str, ...] = CP_KINDS
     schedules: tuple[str, ...] = SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE_KINDS
@@ -41,9 +41,9 @@ class EngineRules:
     fills_pipeline: bool = False  # needs as many micro batches as stages
     whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
     equal_rounds: bool = False  # interleaving needs rounds of equal size, of stages or more
-    # Which stages it can cut: "any"; "even": equal ones, but for fewer layers at both ends;
-    # "filled" to a number of layers a stage, in order, none left empty; "passing": a stage ends
-    # with the layer that passes its share of layers and head.
+    # Which stages it can cut: "any"; "even": equal ones, but for fewer layers, or none, at both
+    # ends; "filled" to a number of layers a stage, in order, none left empty; "passing": a stage
+    # ends with the layer that passes its share of layers and head.
     stage_rule: str = "any"
     even_pieces: bool = False  # early and late pieces of the sequence also under Ulysses
     ulysses_copies_kv: bool = True  # KV heads are repeated until Ulysses can deal them
@@ -54,6 +54,9 @@ class EngineRules:
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
     dispatchers: tuple[str, ...] = DISPATCHERS
+    not_with_experts: tuple[str, ...] = ()  # precisions and kinds of recompute
+    # Experts are cut over tp where ep is 1, and never where it is more.
+    experts_follow_tp: bool = False
     is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
 
 

@@ -15,6 +15,8 @@ CHOICES = {
     "policy.compile": (False,),
     "policy.sequence_parallel": (False,),
     "policy.reduce_dtype": (None,),
+    "policy.routing": ("natural",),
+    "policy.overlap_exchange": (False,),
 }
 _MIXED = {"fp32": "no", "bf16-mixed": "bf16", "fp16": "fp16"}
 _ROTATES = {"ring": "alltoall", "allgather": "allgather"}

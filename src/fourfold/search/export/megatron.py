@@ -7,12 +7,17 @@ from collections.abc import Iterator
 
 from fourfold.cost.count.params import end_layers
 from fourfold.cost.stacks import ExportEngine
-from fourfold.search.export.setup import Package, Setup, check_model, no_setting
+from fourfold.search.export.megatron_experts import (
+    about_experts,
+    check_experts,
+    expert_flags,
+    latent_flags,
+)
+from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
 
-Flags = dict[str, str | int | float | None]
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
 _ATTENTION = {"auto": "auto", "flash": "flash", "cudnn": "fused", "unfused": "unfused"}
@@ -32,6 +37,8 @@ _RECOMPUTE: dict[str, Flags] = {
     "none": {},
     "selective": {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
     "norm+mlp": {"--recompute-granularity": "selective", "--recompute-modules": "layernorm mlp"},
+    "moe": {"--recompute-granularity": "selective", "--recompute-modules": "moe"},
+    "moe-act": {"--recompute-granularity": "selective", "--recompute-modules": "moe_act"},
     "full": {
         "--recompute-granularity": "full",
         "--recompute-method": "uniform",
@@ -45,6 +52,9 @@ _MODELS: dict[str, tuple[object, ...]] = {
     "qk_norm": ("none", "head"),
     "positions.kind": ("rope", "learned"),
     "positions.partial": (),  # --rotary-percent has any share
+    "experts": (),
+    "latent": (),
+    "mtp": (),
 }
 CHOICES: dict[str, tuple[object, ...]] = {
     "policy.compile": (False,),
@@ -62,6 +72,8 @@ _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 def check(model: ModelShape, engine: ExportEngine) -> None:
     check_model(engine.name, model, _MODELS)
     _check_biases(model)
+    if model.moe:
+        check_experts(model, model.moe)
     place = model.positions
     if place.kind == "rope" and place.theta != int(place.theta):
         raise no_setting(engine.name, "model.positions.theta", place.theta, "a whole number")
@@ -88,6 +100,8 @@ def _check_biases(model: ModelShape) -> None:
 def package(setup: Setup, engine: ExportEngine) -> Package:
     flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
     flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
+    if setup.model.moe:
+        flags |= expert_flags(setup, setup.model.moe)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
     # As the recipes behind its seconds: one kernel for the loss, garbage collected on all ranks in
@@ -115,10 +129,11 @@ def _about(setup: Setup, flags: Flags) -> Iterator[str]:
         yield f"gradients of all micro batches are summed, and reduced, in {held}"
     if setup.policy.zero >= 2 and setup.layout.tp > 1:
         yield "Megatron-LM advises against its FSDP with tensor parallelism (other queues)"
+    if setup.model.moe:
+        yield from about_experts(setup, setup.model.moe)
 
 
 def _model(model: ModelShape, batch: Batch) -> Flags:
-    place = model.positions
     flags: Flags = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden,
@@ -139,9 +154,22 @@ def _model(model: ModelShape, batch: Batch) -> Flags:
             flags["--add-qkv-bias"] = None
     if model.qk_norm == "head":
         flags["--qk-layernorm"] = None
+    if model.latent:
+        flags |= latent_flags(model.latent)
+    if model.mtp:
+        flags["--mtp-num-layers"] = model.mtp
     if model.activation == "relu2" or (model.activation == "gelu" and not model.bias):
         flags["--no-bias-gelu-fusion"] = None
-    flags["--max-position-embeddings"] = max(batch.seq_len, place.length or batch.seq_len)
+    flags |= _positions(model.positions, batch)
+    if not model.tied:
+        flags["--untie-embeddings-and-output-weights"] = None
+    flags |= {"--attention-dropout": "0.0", "--hidden-dropout": "0.0"}
+    return flags | {"--vocab-size": model.vocab, "--make-vocab-size-divisible-by": 1}
+
+
+def _positions(place: Positions, batch: Batch) -> Flags:
+    length = max(batch.seq_len, place.length or batch.seq_len)
+    flags: Flags = {"--max-position-embeddings": length}
     if place.kind == "learned":
         flags["--position-embedding-type"] = "learned_absolute"
     else:
@@ -151,10 +179,7 @@ def _model(model: ModelShape, batch: Batch) -> Flags:
         flags |= {"--use-rope-scaling": None, "--rope-scaling-factor": place.scaling.factor}
     elif place.scaling:
         flags["--rotary-seq-len-interpolation-factor"] = int(place.scaling.factor)
-    if not model.tied:
-        flags["--untie-embeddings-and-output-weights"] = None
-    flags |= {"--attention-dropout": "0.0", "--hidden-dropout": "0.0"}
-    return flags | {"--vocab-size": model.vocab, "--make-vocab-size-divisible-by": 1}
+    return flags
 
 
 def _axes(setup: Setup) -> Flags:
@@ -178,23 +203,20 @@ def _axes(setup: Setup) -> Flags:
 
 def _stages(setup: Setup) -> Flags:
     """Stages as they were priced: equal ones, with fewer layers at the ends where they must be."""
-    policy, pp, layers = setup.policy, setup.layout.pp, setup.model.layers
-    if pp == 1:
+    virtual, model = setup.policy.virtual_stages, setup.model
+    chunks = setup.layout.pp * virtual
+    if setup.layout.pp == 1:
         return {}
-    flags: Flags = {}
-    if policy.virtual_stages > 1:
-        flags["--num-virtual-stages-per-pipeline-rank"] = policy.virtual_stages
-    chunks = pp * policy.virtual_stages
-    if layers % chunks == 0:
-        return flags
-    if (layers + 2) % chunks == 0 or (layers + 1) % chunks == 0:
-        flags["--account-for-loss-in-pipeline-split"] = None
-        if (layers + 1) % chunks:
-            flags["--account-for-embedding-in-pipeline-split"] = None
-        return flags
-    first, last = end_layers(layers, pp)
-    ends = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-    return flags | dict(zip(ends, (first, last), strict=True))
+    if model.layers % chunks == 0 and not model.mtp:
+        return {"--num-virtual-stages-per-pipeline-rank": virtual} if virtual > 1 else {}
+    first, last = map(_layers, end_layers(model.layers, chunks))
+    inner = f"({_layers(-(-model.layers // chunks))}|)*{chunks - 2}" if chunks > 2 else ""
+    further = "m" * (model.mtp or 0)
+    return {"--pipeline-model-parallel-layout": f"E{first}|{inner}{last}{further}L"}
+
+
+def _layers(count: int) -> str:
+    return "t" * count if count < 4 else f"t*{count}"
 
 
 def _batch(batch: Batch) -> Flags:

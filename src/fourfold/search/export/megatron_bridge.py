@@ -13,6 +13,8 @@ from fourfold.spec.model import ModelShape
 
 CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
 
+_LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-scope")
+
 
 @functools.cache
 def _tables() -> dict[str, Any]:
@@ -59,7 +61,10 @@ def overrides(flags: tuple[str, ...]) -> tuple[str, ...]:
     tables = _tables()
     found: dict[str, str] = dict(tables["otherwise"])
     for name, values in said.items():
-        listed = name in ("--recompute-modules", "--rampup-batch-size")
-        value = f"[{','.join(values)}]" if listed else " ".join(values) or "true"
+        value = " ".join(values) or "true"
+        if name in _LISTED:
+            value = f"[{','.join(values)}]"
+        elif "|" in value:  # else a word of Hydra's grammar
+            value = f"'{value}'"
         found |= dict.fromkeys(tables["fields"].get(name, "").split(), value)
     return tuple(f"{name}={value}" for name, value in found.items())

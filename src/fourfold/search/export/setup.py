@@ -28,7 +28,7 @@ from fourfold.units import counted
 KNOWN_OF_MODEL = {
     "family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "positions", "norm",
     "activation", "bias", "tied", "embedding_norm", "head_dim", "experts", "top_k", "norm_eps",
-    "name", "qkv_bias", "out_bias", "mlp_bias", "qk_norm",
+    "name", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "moe", "latent", "mtp",
 }  # fmt: skip
 # Fields of a policy that only our own engine has.
 OWN_OF_POLICY = (
@@ -37,6 +37,10 @@ OWN_OF_POLICY = (
 )  # fmt: skip
 # Values that an engine has, by field; (): all.
 Choices = Mapping[str, tuple[object, ...]]
+# Names and values on a command line; None: a switch.
+Flags = dict[str, str | int | float | None]
+# What few engines have: a writer that has it says so in its choices.
+_RARE: Choices = {"positions.partial": (1.0,), "experts": (0,), "latent": (None,), "mtp": (None,)}
 # What an engine must find in a model that it knows only as a Llama.
 LLAMA_SHAPE: Choices = {
     "family": ("llama",),
@@ -93,6 +97,14 @@ class Setup:
         return self.layout.tp > 1 and (self.policy.async_tp or usual)
 
     @property
+    def dispatcher(self) -> str:
+        """How tokens reach experts, as it was priced."""
+        if self.layout.ep * self.layout.etp == 1:
+            return "local"
+        asked = self.policy.dispatcher
+        return self.defaults.dispatcher if asked == "auto" else asked
+
+    @property
     def env(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"} | dict(self.policy.env)
 
@@ -131,7 +143,7 @@ def _check_choices(engine: str, owner: str, holder: object, choices: Choices) ->
 
 
 def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
-    _check_choices(engine, "model.", model, {"positions.partial": (1.0,), **choices})
+    _check_choices(engine, "model.", model, {**_RARE, **choices})
     for one in fields(model):
         default = one.default if one.default is not MISSING else None
         value = getattr(model, one.name)

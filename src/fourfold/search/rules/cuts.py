@@ -121,10 +121,8 @@ def _stage_layers(c: RuleCase) -> Truth:
         each = -(-layers // chunks)
         odd = -(-layers // each) != chunks
     elif c.stack.stage_rule == "even":
-        # Embedding and loss may count as a layer each; without virtual stages ends may be short.
-        counted = sum(((layers + more) % chunks == 0) * 1 for more in range(3))
-        _, last = end_layers(layers, c.pp)
-        odd = (counted == 0) & ((c.virtual_stages > 1) | (last < 1))
+        # The ends may be short, down to the embedding or the head alone.
+        odd = end_layers(layers, chunks)[1] < 0
     elif c.stack.stage_rule == "passing":
         # Else the head lies on a stage before the last, which is left with the loss alone.
         head = c.model.vocab / passing_unit(c.model.hidden, c.model.ffn)
@@ -156,12 +154,12 @@ def _tied_stages_words(c: RuleCase) -> Words:
 
 
 def _plain_dp(c: RuleCase) -> Truth:
-    others = (c.pp > 1) | (c.cp > 1) | (c.tp > 1)
+    others = (c.pp > 1) | (c.cp > 1) | (c.tp > 1) | (c.ep > 1)
     return c.stack.plain_dp_alone & (c.zero == 0) & ((c.dp > 1) & others | (c.cp > 1))
 
 
 def _plain_dp_words(c: RuleCase) -> Words:
-    rule = f"is supported by {c.stack.name} only without tp, cp and pp"
+    rule = f"is supported by {c.stack.name} only without tp, cp, pp and ep"
     return "policy.sharding", "zero0", rule, "use sharding = zero2 or zero3"
 
 

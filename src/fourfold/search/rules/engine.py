@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fourfold.search.rules.case import Rule, RuleCase, Truth, Whole, Words, any_of, choice, outside
 from fourfold.spec.cluster import PEAK_NAMES
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.supported import not_run
 from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
 
@@ -50,7 +50,8 @@ def _device_precision_words(c: RuleCase) -> Words:
 
 def _lacking(c: RuleCase) -> dict[str, Whole]:
     """Ranks of the axes that the engine does not have."""
-    return {axis: getattr(c, axis) for axis in MODEL_AXES if axis not in c.stack.axes}
+    axes = (*MODEL_AXES, *EXPERT_AXES)
+    return {axis: getattr(c, axis) for axis in axes if axis not in c.stack.axes}
 
 
 def _axis(c: RuleCase) -> Truth:
@@ -67,6 +68,12 @@ def _axis_words(c: RuleCase) -> Words:
     return "layout.pp", c.pp, rule, "use pp = 1"
 
 
+def _kept(c: RuleCase, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that the engine runs with this model."""
+    lost = c.stack.not_with_experts if c.model.moe else ()
+    return tuple(word for word in words if word not in lost)
+
+
 def _sharding_words(c: RuleCase) -> Words:
     allowed = tuple(f"zero{stage}" for stage in c.stack.zeros)
     return choice(c, "policy.sharding", f"zero{c.zero}", allowed)
@@ -76,7 +83,7 @@ def _recompute_words(c: RuleCase) -> Words:
     """Kinds with a number as they are written."""
     named = {kind: f"{kind}-N" for kind in NUMBERED_RECOMPUTE}
     asked = RECOMPUTE_KINDS[c.recompute]
-    allowed = tuple(named.get(kind, kind) for kind in c.stack.recompute)
+    allowed = tuple(named.get(kind, kind) for kind in _kept(c, c.stack.recompute))
     return choice(c, "policy.recompute", named.get(asked, asked), allowed)
 
 
@@ -113,8 +120,8 @@ RULES = (
     Rule("family", _family, _family_words),
     Rule(
         "precision",
-        lambda c: c.policy.precision not in c.stack.precisions,
-        lambda c: choice(c, "policy.precision", c.policy.precision, c.stack.precisions),
+        lambda c: c.policy.precision not in _kept(c, c.stack.precisions),
+        lambda c: choice(c, "policy.precision", c.policy.precision, _kept(c, c.stack.precisions)),
     ),
     Rule("device-precision", _device_precision, _device_precision_words),
     Rule("axis", _axis, _axis_words),
@@ -130,7 +137,7 @@ RULES = (
     ),
     Rule(
         "recompute",
-        lambda c: outside(c.recompute, RECOMPUTE_KINDS, c.stack.recompute),
+        lambda c: outside(c.recompute, RECOMPUTE_KINDS, _kept(c, c.stack.recompute)),
         _recompute_words,
     ),
     Rule(

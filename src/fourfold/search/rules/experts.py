@@ -73,6 +73,18 @@ def _shared_width_words(c: RuleCase) -> Words:
     return "layout.tp", c.tp, rule, f"use tp {few(divisors(wide), c.tp)}"
 
 
+def _expert_tp(c: RuleCase) -> Truth:
+    if c.model.moe is None or not c.stack.experts_follow_tp:
+        return False
+    return c.etp != 1 + (c.tp - 1) * (c.ep == 1)
+
+
+def _expert_tp_words(c: RuleCase) -> Words:
+    cut = "experts are cut over tp where ep is 1, and whole where it is more"
+    whole = f"ep above 1 with etp = 1, or etp = {c.tp}"
+    return "layout.etp", c.etp, f"is not possible with {c.stack.name}: {cut}", f"use {whole}"
+
+
 def _dispatcher(c: RuleCase) -> Truth:
     spread = c.ep * c.etp > 1
     alone = c.policy.dispatcher == "local"
@@ -107,6 +119,7 @@ RULES = (
         lambda c: False if c.model.moe is None else c.model.moe.ffn % c.etp != 0,
         _expert_width_words,
     ),
+    Rule("expert-tp", _expert_tp, _expert_tp_words),
     Rule("shared-width", _shared_width, _shared_width_words),
     Rule("moe-tp", _moe_tp, _moe_tp_words),
     Rule("dispatcher", _dispatcher, _dispatcher_words),
