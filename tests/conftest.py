@@ -79,9 +79,14 @@ def _is_quick(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """`./test --quick` does not import the other files: they import torch."""
-    skipped = PROFILE == "quick" and collection_path.is_file() and not _is_quick(collection_path)
-    return skipped or None
+    """`./test --quick` does not import the other files: they import torch. Other interpreters have
+    only what the tests for them need."""
+    if not collection_path.is_file() or HERE not in collection_path.parents:
+        return None
+    is_left_out = (PROFILE == "quick" and not _is_quick(collection_path)) or (
+        PROFILE == "portable" and not _is_one_of(collection_path, PORTABLE)
+    )
+    return is_left_out or None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 PROFILE = os.environ.get("FOURFOLD_TEST_PROFILE", "sample")
-SHARE = {"all": 1.0, "sample": 0.05, "quick": 0.02}[PROFILE]
+SHARE = {"all": 1.0, "sample": 0.05, "portable": 0.05, "quick": 0.02}[PROFILE]
 _LEAST = 10
 
 
