@@ -96,6 +96,8 @@ class Own(Adapter):
     def legal(cell: Cell) -> str:
         other = {"sinks", "overlap", "per-micro", "cp-tokens"}
         refused = sorted(cell.options & other)
+        if cell.has("experts") and cell.tp > 1 and not cell.has("sp"):
+            return "experts with tp need sp: every rank routes its own tokens"
         return f"{refused[0]} is no option here" if refused else ""
 
     @classmethod
