@@ -79,11 +79,13 @@ def test_a_copy_that_is_wrong_with_one_rank_too_is_cleared_by_the_release(tmp_pa
     ("fault", "words"),
     [("doubled-loss", "gradients of every weight x"), ("lost-sum", "copies of")],
 )
-def test_planted_faults_are_named(fault: str, words: str) -> None:
-    with Lab(find(SMALL, Path("none")), fault=fault) as lab:
-        told = lab.ask(Cell.parse("dp2"))
-        assert any(line.startswith(words) for line in told["signature"]), told
-        assert lab.ask(Cell.parse("dp2"), plant=False)["equal"]
+def test_planted_faults_are_named(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
+) -> None:
+    monkeypatch.setattr(lab, "fault", fault)
+    told = lab.ask(Cell.parse("dp2"))
+    assert any(line.startswith(words) for line in told["signature"]), told
+    assert lab.ask(Cell.parse("dp2"), plant=False)["equal"]
 
 
 def test_a_host_that_answers_nonsense_or_does_not_load_is_a_cell(tmp_path: Path) -> None:
