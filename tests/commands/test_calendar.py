@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fourfold
 from fourfold import CalendarRequest, PlanRequest, TrainingPhase
@@ -21,25 +23,41 @@ PLAN = PlanRequest(
 
 @pytest.mark.parametrize(("days", "chance"), [(4.0, 0.8), (9.0, 0.95)])
 def test_a_deadline_and_its_gpus_agree(days: float, chance: float) -> None:
+    _must_agree(days, chance, 10**12)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    days=st.floats(2.0, 40.0),
+    chance=st.floats(0.3, 0.99),
+    tokens=st.integers(10**11, 3 * 10**12),
+)
+def test_any_deadline_and_its_gpus_agree(days: float, chance: float, tokens: int) -> None:
+    _must_agree(days, chance, tokens)
+
+
+def _must_agree(days: float, chance: float, tokens: int) -> None:
     """The fewest GPUs end in time with the wanted chance; asked about directly they say the same,
-    the next smaller number does not, and nor does a shorter training say less."""
-    found = fourfold.calendar(CalendarRequest(plan=PLAN, deadline=days, chance=chance))
+    as does a plan with that many tokens; the next smaller number does not, and half of the tokens
+    end in time more surely."""
+    asked = replace(PLAN, tokens=tokens)
+    found = fourfold.calendar(CalendarRequest(plan=asked, deadline=days, chance=chance))
     best = found.best
     assert best is not None
     assert best.in_time is not None
     assert best.in_time >= chance
     smaller = [one for one in found.points if one.gpus < best.gpus and not one.reason]
-    assert smaller
     assert all((one.in_time or 0.0) < chance for one in smaller)
 
-    fixed = CalendarRequest(plan=replace(PLAN, gpus=best.gpus), deadline=days)
+    fixed = CalendarRequest(plan=replace(asked, gpus=best.gpus), deadline=days)
     assert fourfold.calendar(fixed).best == best
-    planned = fourfold.plan(replace(PLAN, gpus=best.gpus, top=1)).ranked[0]
+    planned = fourfold.plan(replace(asked, gpus=best.gpus, top=1)).ranked[0]
     assert (planned.training_s or 0.0) / 86400 == pytest.approx(best.days)
     assert (planned.training_s_high or 0.0) / 86400 == pytest.approx(best.days_high)
     assert planned.gpu_hours == pytest.approx(best.gpu_hours)
-    half = CalendarRequest(plan=replace(PLAN, gpus=best.gpus, tokens=10**12 // 2), deadline=days)
-    assert (fourfold.calendar(half).points[0].in_time or 0.0) > best.in_time
+    half = CalendarRequest(plan=replace(asked, gpus=best.gpus, tokens=tokens // 2), deadline=days)
+    assert (fourfold.calendar(half).points[0].in_time or 0.0) > best.in_time or best.in_time == 1.0
 
 
 def test_a_budget_is_kept_and_may_be_too_small(capsys: pytest.CaptureFixture[str]) -> None:
