@@ -215,7 +215,8 @@ _MODULES = {"selective": ["core_attn"], "moe": ["moe"], "moe-act": ["moe_act"]}
 
 def _expected_experts(one: Setup, moe: Moe) -> dict[str, Any]:
     model, layout = one.model, one.layout
-    local = layout.ep * layout.etp == 1
+    # torchtitan's other dispatchers are for ep.
+    local = layout.ep * (layout.etp if one.stack.startswith("megatron") else 1) == 1
     return {
         "experts": model.experts,
         "top_k": model.top_k,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from fourfold.spec.policy import Policy
 from tests.engines.sampled import environment
 
 
-def printed(model: str, folder: Path) -> str:
+def printed(model: str, folder: Path, layout: str = "dp4 tp2", **policy: Any) -> str:
     setup = Setup(
         model=catalog.model(model),
-        layout=Layout(shard=4, tp=2),
+        layout=Layout.parse(layout),
         batch=Batch(seq_len=4096, micro_batch=2, global_batch=16),
-        policy=Policy(recompute="full", sharding="zero2"),
+        policy=Policy(recompute="full", sharding="zero2", **policy),
         host_gpus=8,
         stack=export.stack_of("torchtitan"),
         device="h100-80gb",
@@ -43,16 +44,20 @@ def printed(model: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-405b"])
-def test_its_own_print_says_the_whole_model(model: str, tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
+def logged(config: str, folder: Path) -> Path:
+    log = folder / "train.log"
     steps = "".join(
         f"step: {n:2}  loss:  7.62585  grad_norm: 26.6250  memory: 6.91GiB(8.51%)  tps: {tps:,}  "
         "tflops: 314.71  mfu: 31.00%\n"
         for n, tps in ((1, 100), (10, 5890), (20, 5890), (30, 5890))
     )
-    log.write_text(printed(model, tmp_path) + steps)
-    (run,) = read_log(log).runs
+    log.write_text(config + steps)
+    return log
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-405b"])
+def test_its_own_print_says_the_whole_model(model: str, tmp_path: Path) -> None:
+    (run,) = read_log(logged(printed(model, tmp_path), tmp_path)).runs
     known = catalog.model(model)
     said = {
         "n_layers": known.layers, "d_model": known.hidden, "n_heads": known.heads,
@@ -60,5 +65,25 @@ def test_its_own_print_says_the_whole_model(model: str, tmp_path: Path) -> None:
         "tied": int(known.tied), "seq_len": 4096, "gbs": 16, "pp": 1, "dp": 4, "tp": 2, "cp": 1,
         "mbs": 2, "precision": "bf16",
     }  # fmt: skip
+    assert {name: run.facts.get(name) for name in said} == {n: str(v) for n, v in said.items()}
+    assert "unmodelled" not in run.facts
+
+
+@pytest.mark.parametrize(
+    ("model", "dispatcher"), [("qwen3-30b-a3b", "alltoall"), ("deepseek-v3", "deepep")]
+)
+def test_its_own_print_says_the_experts(model: str, dispatcher: str, tmp_path: Path) -> None:
+    text = printed(model, tmp_path, "dp4 tp2 ep8", dispatcher=dispatcher, routing="forced")
+    (run,) = read_log(logged(text, tmp_path)).runs
+    known = catalog.model(model)
+    assert known.moe is not None
+    said = {
+        "n_layers": known.layers, "experts": known.experts, "experts_per_token": known.top_k,
+        "expert_ffn": known.moe.ffn, "head_dim": known.head_size, "ep": 8, "etp": 1,
+        "dispatcher": dispatcher, "routing": "forced", "tp": 2, "dp": 4, "family": known.family,
+    }  # fmt: skip
+    if known.latent:
+        said |= {"kv_lora_rank": known.latent.kv_rank, "q_lora_rank": known.latent.q_rank}
+        said |= {"shared_ffn": known.moe.shared_ffn, "dense_layers": known.moe.dense_first}
     assert {name: run.facts.get(name) for name in said} == {n: str(v) for n, v in said.items()}
     assert "unmodelled" not in run.facts

@@ -26,10 +26,13 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.CRITICAL)
 
 import torch  # noqa: E402
+from torch._opaque_base import OpaqueBase  # noqa: E402
 from torchtitan.components.quantization import float8  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: E402
 
+# HybridEP's module asks for a class of a torch later than ours.
+torch._library.opaque_object.CustomClassBase = OpaqueBase  # pyrefly: ignore
 # It refuses fp8 where no GPU is; these settings are for one.
 float8.has_cuda_capability = lambda *_: True  # pyrefly: ignore
 

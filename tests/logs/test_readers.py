@@ -9,8 +9,9 @@ import pytest
 
 import fourfold
 from fourfold.errors import UserError
+from fourfold.logs.experts import megatron_experts
 from fourfold.logs.log import read_log
-from fourfold.logs.row import Row, complete, row_of
+from fourfold.logs.row import Row, complete, row_of, shown_layout
 from tests.logs import written
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -362,8 +363,57 @@ def test_a_mixture_of_experts_is_kept_and_not_taken_for_a_dense_model(tmp_path: 
         "  num_layers ", "  num_experts ..................................... 8\n  num_layers "
     )
     found = one(tmp_path, text, cluster="jean-zay")
-    assert (found["status"], found.missing) == ("incomplete", ("dense-model",))
-    assert found.notes == ["the model has 8 experts, which is not modelled"]
+    assert (found["status"], found.missing) == ("incomplete", ("experts_per_token",))
+    assert (found["experts"], found["expert_ffn"]) == ("8", found["d_ff"])
+
+
+def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
+    said = {
+        "num_experts": "64", "moe_router_topk": "6", "moe_ffn_hidden_size": "1408",
+        "moe_shared_expert_intermediate_size": "2816", "expert_model_parallel_size": "4",
+        "expert_tensor_parallel_size": "1", "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep", "moe_router_force_load_balancing": "True",
+        "moe_layer_freq": "[0, 1, 1, 1, 1, 1, 1, 1]", "multi_latent_attention": "True",
+        "q_lora_rank": "None", "kv_lora_rank": "512", "qk_head_dim": "128",
+        "qk_pos_emb_head_dim": "64", "v_head_dim": "128", "recompute_granularity": "selective",
+        "recompute_modules": "['moe_act', 'layernorm']", "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_scope": "[<CudaGraphScope.attn: 2>, <CudaGraphScope.moe_router: 5>]",
+        "moe_expert_capacity_factor": "None", "overlap_moe_expert_parallel_comm": "False",
+    }  # fmt: skip
+    dump = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in said.items())
+    found = one(
+        tmp_path, written.megatron(BLOOM[0]).replace("  num_layers ", f"{dump}  num_layers ", 1),
+        cluster="jean-zay",
+    )  # fmt: skip
+    wanted = {
+        "experts": "64", "experts_per_token": "6", "expert_ffn": "1408", "shared_ffn": "2816",
+        "ep": "4", "etp": "1", "dispatcher": "hybridep", "routing": "forced", "dense_layers": "1",
+        "kv_lora_rank": "512", "q_lora_rank": "", "head_dim": "192", "family": "deepseek",
+        "recompute_modules": "moe_act layernorm", "act_ckpt": "selective", "attn_kind": "mla",
+        "cuda_graph": "transformer_engine attn moe_router", "a2a_overlap": "0",
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+    assert found.missing == ()
+    assert shown_layout(found).endswith("ep4")
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        ({}, ("natural", "2", "alltoall")),
+        ({"moe_expert_capacity_factor": "1.25"}, ("drop", "2", "alltoall")),
+        ({"moe_token_dispatcher_type": "flex", "moe_enable_deepep": "True"},
+         ("natural", "2", "deepep")),
+        ({"expert_tensor_parallel_size": "1", "moe_token_dispatcher_type": "allgather"},
+         ("natural", "1", "allgather")),
+    ],
+)  # fmt: skip
+def test_what_megatron_leaves_unsaid_of_experts(args: dict, wanted: tuple) -> None:
+    """The trap of its default: experts are cut over tensor parallelism unless it is told."""
+    base = {"num_experts": "8", "moe_router_topk": "2", "tensor_model_parallel_size": "2"}
+    base |= {"expert_tensor_parallel_size": "None", "moe_token_dispatcher_type": "alltoall"}
+    found = megatron_experts({**base, **args})
+    assert (found["routing"], found["etp"], found["dispatcher"]) == wanted
 
 
 def test_unlabelled_ranks_that_print_the_same_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fourfold.logs.experts import megatron_experts
 from fourfold.logs.nested import Flat, bracketed, is_none, whole, yes
 from fourfold.logs.signs import words_of
 from fourfold.spec.words import RECOMPUTE
@@ -79,17 +80,9 @@ def facts_of(args: Flat) -> Flat:
         "precision": _precision(args),
         "act_ckpt": _recompute(args),
         "attention": _attention(args),
-        "unmodelled": _unmodelled(args),
         "steps_of": words_of(args),
+        **megatron_experts(args),
     }
-
-
-def _unmodelled(args: Flat) -> str:
-    """Why the sizes do not describe the model."""
-    for name, what in (("num_experts", "experts"), ("num_moe_experts", "experts")):
-        if (whole(args.get(name)) or 0) > 1:
-            return f"{args[name]} {what}"
-    return "latent attention" if yes(args.get("multi_latent_attention")) else ""
 
 
 def _family(args: Flat) -> str:

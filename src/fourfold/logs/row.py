@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.cost.table.reference import INCOMPLETE, NoteWords
+from fourfold.cost.table.reference import EXPERT_COLUMNS, INCOMPLETE, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
 from fourfold.logs.nested import number, whole
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import policy_word
 
-COLUMNS = tuple(REFERENCE_COLUMNS)
+COLUMNS = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
 # After those of the schema: how the run ended, what is missing, and how step_s was found.
 EXTRA = ("outcome", "missing", "engine", "steps", "step_rule", "unread_lines", "log")
 # Without these no row can be predicted, or only by guessing what was run.
@@ -29,11 +29,16 @@ NEEDED = (
     "stack", "hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus",
     "tp", "pp", "dp", "sharding", "mbs", "gbs", "precision", "act_ckpt",
 )  # fmt: skip
+_OF_EXPERTS = ("experts_per_token", "expert_ffn")
 _COUNTS = (
     "gpus_per_node", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len",
-    "n_gpus", *AXES, "vpp", "mbs", "gbs",
+    "n_gpus", *AXES, "vpp", "mbs", "gbs", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_dim",
+    "v_head_dim", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
+    "moe_every", "mtp_layers", "ep", "etp",
 )  # fmt: skip
-_NUMBERS = ("step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs")
+_NUMBERS = (
+    "step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs", "capacity_factor",
+)  # fmt: skip
 _MODEL = {
     "family": "family", "n_layers": "layers", "d_model": "hidden", "n_heads": "heads",
     "n_kv_heads": "kv_heads", "d_ff": "ffn", "vocab": "vocab",
@@ -138,6 +143,8 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
     _speed(row)
     row.fill(outcome="ok" if row["step_s"] or row["tokens_s_gpu"] else "")
     missing = [name for name in NEEDED if not row[name]]
+    if row["experts"]:
+        missing += [name for name in _OF_EXPERTS if not row[name]]
     if row["outcome"] == "ok" and not row["step_s"]:
         missing.append("step_s")
     if row["unmodelled"]:
@@ -186,11 +193,12 @@ def _replicas(row: Row) -> None:
 def shown_layout(row: Row) -> str:
     """'dp2x4 cp1 tp2': replicas, where a note names the group that shards."""
     dp, cp, group = whole(row["dp"]), whole(row["cp"]) or 1, NoteWords(row["note"]).shard_group
-    sizes = {axis: row[axis] for axis in AXES}
+    sizes = {axis: row[axis] for axis in (*AXES, *EXPERT_AXES)}
     if dp and group and group < dp * cp and dp * cp % group == 0:
         copies = dp * cp // group
         sizes["dp"] = f"{copies}x{dp // copies}"
-    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size)
+    shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != "1"}
+    return " ".join(f"{axis}{size}" for axis, size in shown.items() if size)
 
 
 def _hardware(row: Row) -> None:

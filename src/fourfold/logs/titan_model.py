@@ -8,6 +8,7 @@ import re
 from functools import cache
 
 from fourfold.cost.count.params import model_params
+from fourfold.logs.experts import titan_experts, titan_layers
 from fourfold.logs.nested import Flat, number, whole, yes
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
@@ -36,23 +37,26 @@ def printed_sizes(flat: Flat) -> Flat:
         "_max_len": flat.get("max_seq_len"),
     }
     known = {name: str(whole(value) or "") for name, value in given.items()}
+    known |= {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
+    routed = titan_experts(flat)
     experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
-    if experts and "llama3" not in flat.get("name", ""):
+    if experts and not routed and "llama3" not in flat.get("name", ""):
         known["unmodelled"] = f"{experts[0]} experts"
-    return known | {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
+    return known | routed
 
 
 def configured_sizes(flat: Flat) -> Flat:
     """Of the model in 0.3's configuration, where every layer is listed; {} where there is none.
     Layers that differ are not what the schema can say."""
-    fields: dict[str, set[str]] = {}
+    layers: dict[str, dict[int, str]] = {}
     numbers = set()
     for path, value in flat.items():
         if found := _LAYER.fullmatch(path):
             numbers.add(int(found[1]))
-            fields.setdefault(found[2], set()).add(value)
+            layers.setdefault(found[2], {})[int(found[1])] = value
     if not numbers:
         return {}
+    fields = {name: set(values.values()) for name, values in layers.items()}
     heads = fields.get("attention.n_heads", {""})
     groups = {value for value in fields.get("attention.n_kv_heads", set()) if whole(value)}
     given = {
@@ -68,10 +72,10 @@ def configured_sizes(flat: Flat) -> Flat:
         "tied": str(int(yes(flat.get("model_spec.model.enable_weight_tying")))),
         "family": "llama",
     }
-    experts = fields.get("moe.num_experts", set())
-    if experts:
-        known["unmodelled"] = f"{' and '.join(sorted(experts))} experts"
-    elif any(len(values) > 1 for values in given.values()):
+    if routed := titan_layers(layers, len(numbers)):
+        known |= {"d_ff": routed["expert_ffn"]} if "d_ff" not in known else {}
+        return known | routed
+    if any(len(values) > 1 for values in given.values()):
         known["unmodelled"] = "layers of several sizes"
     return known
 

@@ -11,6 +11,7 @@ import re
 
 from fourfold.logs import titan_events
 from fourfold.logs.book import Book
+from fourfold.logs.experts import titan_layout, titan_placed
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Nested, number, whole
 from fourfold.logs.series import StepLine
@@ -32,7 +33,7 @@ _OLD_MESH = re.compile(
 )
 # Names of an old mesh: 'dp' was sharded, and experts may cut that axis in two.
 _OLD_AXES = {"dp": "dp_shard", "dp_shard_mod_ep": "dp_shard", "dp_shard_in_ep": "dp_shard"}
-_SIZES = re.compile(r"\b(pp|dp_replicate|dp_shard|cp|tp)=(-?[0-9]{1,9})")
+_SIZES = re.compile(r"\b(pp|dp_replicate|dp_shard|cp|tp|ep|etp)=(-?[0-9]{1,9})")
 _TRAINER = re.compile(
     r"local batch size (\d{1,9}), global batch size (\d{1,9}), (?:gradient accumulation steps "
     r"\d{1,9}, )?sequence length (\d{1,9})"
@@ -201,6 +202,7 @@ def config_facts(flat: Flat) -> Flat:
     return (
         facts
         | configured_sizes(flat)
+        | titan_layout(flat)
         | {
             "seq_len": flat.get("training.seq_len", ""),
             "gbs": str(max(0, whole(flat.get("training.global_batch_size")) or 0) or ""),
@@ -256,8 +258,7 @@ def facts_of(facts: Flat) -> Flat:
     stages = whole(facts.get("_stages"))
     facts["vpp"] = str(stages // (size["pp"] or 1)) if stages and size["pp"] else "1"
     facts["seq_len"] = facts.get("seq_len") or facts.get("_max_len", "")
-    facts["act_ckpt"] = _recompute(facts)
-    facts["attention"] = "flash"
+    facts |= titan_placed(facts) | {"act_ckpt": _recompute(facts), "attention": "flash"}
     usual = "bf16" if (shard or 1) > 1 else ""  # its default, which FSDP applies
     facts["precision"] = facts.get("_products") or facts.get("precision") or usual
     facts["sequence_parallel"] = str(int((size["tp"] or 1) > 1))

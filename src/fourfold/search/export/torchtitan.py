@@ -9,10 +9,10 @@ from typing import Any
 from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.search.export.torchtitan_model import (
-    BACKENDS,
     about,
     arguments,
     arguments_02,
+    backend,
     check,
     parts,
 )
@@ -136,9 +136,9 @@ def _converted(policy: Policy) -> str:
 
 def _flags_package(setup: Setup, engine: ExportEngine) -> Package:
     """Of release 0.2."""
-    policy, backend = setup.policy, BACKENDS[setup.dispatcher]
-    if backend != "standard" and not setup.model.latent:
-        raise no_setting(engine.name, "policy.dispatcher", backend, "alltoall, or release 0.3")
+    policy, kind = setup.policy, backend(setup)
+    if kind != "standard" and not setup.model.latent:
+        raise no_setting(engine.name, "policy.dispatcher", kind, "alltoall, or release 0.3")
     words = [word for name, value in _options(setup).items() for word in (f"--{name}", str(value))]
     words += ["--compile.enable"] if policy.compile else []
     words += ["--parallelism.enable_async_tensor_parallel"] if policy.async_tp else []
@@ -173,7 +173,7 @@ def _options(setup: Setup) -> dict[str, object]:
     if setup.layout.cp > 1:
         options["parallelism.context_parallel_rotate_method"] = "allgather"
     if setup.model.latent:
-        options["parallelism.expert_parallel_comm_backend"] = BACKENDS[setup.dispatcher]
+        options["parallelism.expert_parallel_comm_backend"] = backend(setup)
     options |= {f"training.{name}": value for name, value in _training(setup).items()}
     kind, _, every = policy.recompute.partition("-")
     options["activation_checkpoint.mode"] = "selective" if every else kind

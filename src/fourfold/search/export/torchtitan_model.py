@@ -63,9 +63,12 @@ _SCALING_IMPORT = "from torchtitan.models.llama3.model.args import RoPEScalingAr
 _EXPERTS_IMPORT = "from torchtitan.models.moe import MoEArgs\n"
 _MAKERS = ("make_moe_config", "make_routed_experts_config", "make_router_config")
 _SIZES = ("hidden", "vocab", "tied", "heads", "kv_heads", "head_size", "ffn", "layers")
-BACKENDS = dict.fromkeys(("local", "alltoall"), "standard") | {
-    name: name for name in ("deepep", "hybridep")
-}
+
+
+def backend(setup: Setup) -> str:
+    """Its word for the dispatcher; DeepEP and HybridEP need ep, without which tp cuts experts."""
+    fused = setup.layout.ep > 1 and setup.dispatcher in ("deepep", "hybridep")
+    return setup.dispatcher if fused else "standard"
 
 
 def names(model: ModelShape) -> dict[str, str]:
@@ -160,8 +163,7 @@ _SCALED = (
 
 def _scaling(place: Positions) -> dict[str, Any]:
     """Both releases have these names; {} without any."""
-    scaling = place.scaling
-    if scaling is None:
+    if (scaling := place.scaling) is None:
         return {}
     values = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
     return dict(zip(_SCALED, (*values, scaling.original_length), strict=True))
@@ -225,7 +227,7 @@ def _experts(setup: Setup, engine: ExportEngine) -> dict[str, object]:
         "router": arguments(_routing(model, moe), 3),
         "expert_ffn": moe.ffn,
         "top_k": model.top_k,
-        "comm_backend": BACKENDS[setup.dispatcher],
+        "comm_backend": backend(setup),
         "shared": shared,
     }
     layers = range(first_routed(model), model.layers, moe.every)

@@ -1,0 +1,209 @@
+"""Experts of a run, as its engine prints them, in columns of the reference schema."""
+
+from __future__ import annotations
+
+import re
+
+from fourfold.logs.nested import Flat, is_none, whole, yes
+
+_WORDS = re.compile(r"[a-z][a-z_]+")
+_SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_BACKENDS = {"standard": "alltoall"}
+# torchtitan 0.3 prints a dispatcher's settings without its name: what only that one has.
+_TOLD_BY = {"non_blocking_capacity_factor": "hybridep", "cudagraphable": "deepep"}
+
+
+def megatron_experts(args: Flat) -> Flat:
+    """{} of a dense model; 'unmodelled' where the layers with experts follow no rule of ours."""
+    count = whole(args.get("num_experts")) or whole(args.get("num_moe_experts")) or 0
+    if count < 2:
+        return _latent_alone(args)
+    known = _megatron_latent(args) if yes(args.get("multi_latent_attention")) else {}
+    given = {
+        "experts": str(count),
+        "experts_per_token": args.get("moe_router_topk"),
+        "expert_ffn": _first(args, "moe_ffn_hidden_size", "ffn_hidden_size"),
+        "shared_ffn": args.get("moe_shared_expert_intermediate_size"),
+        "mtp_layers": args.get("mtp_num_layers"),
+        "ep": _first(args, "expert_model_parallel_size", "moe_expert_parallel_size"),
+        # Unsaid, experts are cut as other layers are.
+        "etp": _first(args, "expert_tensor_parallel_size", "tensor_model_parallel_size"),
+        "capacity_factor": args.get("moe_expert_capacity_factor"),
+        "head_dim": known.get("head_dim") or args.get("kv_channels"),
+    }
+    facts = known | {name: value or "" for name, value in given.items() if not is_none(value)}
+    return facts | _placed(args) | {
+        "dispatcher": _dispatcher(args),
+        "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
+        "routing": _routing(args),
+        "recompute_modules": _modules(args),
+        "cuda_graph": _graphs(args),
+        "family": _family(args),
+    }  # fmt: skip
+
+
+def _first(args: Flat, *names: str) -> str | None:
+    return next((args[name] for name in names if not is_none(args.get(name))), None)
+
+
+def _latent_alone(args: Flat) -> Flat:
+    return {"unmodelled": "latent attention"} if yes(args.get("multi_latent_attention")) else {}
+
+
+def _megatron_latent(args: Flat) -> Flat:
+    nope, rope = whole(args.get("qk_head_dim")), whole(args.get("qk_pos_emb_head_dim"))
+    return {
+        "attn_kind": "mla",
+        "q_lora_rank": str(whole(args.get("q_lora_rank")) or ""),
+        "kv_lora_rank": args.get("kv_lora_rank", ""),
+        "qk_rope_dim": str(rope or ""),
+        "v_head_dim": args.get("v_head_dim", ""),
+        "head_dim": str(nope + rope) if nope and rope else "",
+    }
+
+
+def _placed(args: Flat) -> Flat:
+    """A number, every so many; or a list with 1 for each layer with experts."""
+    said = args.get("moe_layer_freq", "1")
+    if (every := whole(said)) is not None:
+        return {"moe_every": str(every)} if every > 1 else {}
+    kinds = [int(sign) for sign in re.findall(r"[01]", said)]
+    return placed(kinds)
+
+
+def placed(kinds: list[int]) -> Flat:
+    dense = kinds.index(1) if 1 in kinds else len(kinds)
+    if all(kinds[dense:]):
+        return {"dense_layers": str(dense)} if dense else {}
+    every = len(kinds) // max(1, sum(kinds))
+    if kinds == [int((at + 1) % every == 0) for at in range(len(kinds))]:
+        return {"moe_every": str(every)}
+    return {"unmodelled": f"experts in {sum(kinds)} of {len(kinds)} layers"}
+
+
+def _dispatcher(args: Flat) -> str:
+    kind = args.get("moe_token_dispatcher_type", "")
+    if kind == "flex":
+        return _first(args, "moe_flex_dispatcher_backend") or "deepep"
+    return "alltoall" if kind == "alltoall_seq" else kind
+
+
+def _routing(args: Flat) -> str:
+    if yes(args.get("moe_router_force_load_balancing")):
+        return "forced"
+    return "natural" if is_none(args.get("moe_expert_capacity_factor")) else "drop"
+
+
+def _modules(args: Flat) -> str:
+    if args.get("recompute_granularity") != "selective":
+        return ""
+    return " ".join(_WORDS.findall(args.get("recompute_modules", "")))
+
+
+def _graphs(args: Flat) -> str:
+    kind, scope = args.get("cuda_graph_impl", "none"), args.get("cuda_graph_scope", "")
+    if is_none(kind) or kind == "none":
+        return ""
+    return "full_iteration" if "full_iteration" in scope else f"{kind} {_scopes(scope)}".strip()
+
+
+def _scopes(text: str) -> str:
+    """Of '[<CudaGraphScope.attn: 2>, ...]', or of words."""
+    return " ".join(name for name in _SCOPES if re.search(rf"\b{name}\b", text))
+
+
+def _family(args: Flat) -> str:
+    if yes(args.get("multi_latent_attention")):
+        return "deepseek"
+    return "qwen-moe" if yes(args.get("qk_layernorm")) else "mixtral"
+
+
+def titan_experts(args: Flat) -> Flat:
+    """Of the model that torchtitan up to 0.2 prints, whose fields stand under moe_args."""
+    moe = {name.rpartition("moe_args.")[2]: value for name, value in args.items()
+           if "moe_args." in name}  # fmt: skip
+    count = whole(moe.get("num_experts")) or 0
+    has_latent = "kv_lora_rank" in args
+    if count < 2 or not (has_latent or yes(args.get("moe_enabled"))):
+        return {}
+    width = whole(args.get("moe_inter_dim")) or 0
+    shared = (whole(moe.get("num_shared_experts")) or 0) * width
+    facts = {
+        "experts": str(count),
+        "experts_per_token": moe.get("top_k", ""),
+        "expert_ffn": str(width or ""),
+        "shared_ffn": str(shared or ""),
+        "dense_layers": str(whole(args.get("n_dense_layers")) or ""),
+        "head_dim": args.get("head_dim", ""),
+        "family": "deepseek" if has_latent else "qwen-moe",
+    }
+    return facts | (_titan_latent(args) | {"d_ff": args.get("inter_dim", "")} if has_latent else {})
+
+
+def _titan_latent(args: Flat) -> Flat:
+    nope, rope = whole(args.get("qk_nope_head_dim")), whole(args.get("qk_rope_head_dim"))
+    return {
+        "attn_kind": "mla",
+        "q_lora_rank": str(whole(args.get("q_lora_rank")) or ""),
+        "kv_lora_rank": args.get("kv_lora_rank", ""),
+        "qk_rope_dim": str(rope or ""),
+        "v_head_dim": args.get("v_head_dim", ""),
+        "head_dim": str((nope or 0) + (rope or 0) or ""),
+    }
+
+
+def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
+    """Of 0.3, whose configuration lists every layer: its fields, by layer."""
+    routed = fields.get("moe.num_experts", {})
+    if not routed:
+        return {}
+
+    def said(name: str) -> str:
+        values = {value for at, value in fields.get(name, {}).items() if at in routed}
+        return values.pop() if len(values) == 1 else ""
+
+    latent = {name.rpartition(".")[2]: said(name) for name in fields if name.count(".") == 1}
+    dispatcher = [kind for name, kind in _TOLD_BY.items()
+                  if f"moe.routed_experts.token_dispatcher.{name}" in fields]  # fmt: skip
+    facts = {
+        "experts": said("moe.num_experts"),
+        "experts_per_token": said("moe.router.top_k"),
+        "expert_ffn": said("moe.routed_experts.inner_experts.hidden_dim"),
+        "shared_ffn": said("moe.shared_experts.w1.out_features"),
+        "dispatcher": dispatcher[0] if dispatcher else "alltoall",
+        "head_dim": said("attention.head_dim"),
+        "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
+    }
+    if latent.get("kv_lora_rank"):
+        facts |= _titan_latent(latent)
+        facts["n_kv_heads"] = said("attention.n_heads")
+    return facts | placed([int(at in routed) for at in range(layers)])
+
+
+def titan_layout(flat: Flat) -> Flat:
+    """What its configuration says of the exchange; 'forced' only where it is on."""
+    backend = flat.get("parallelism.expert_parallel_comm_backend", "")
+    forced = flat.get(
+        "debug.moe_force_load_balance", flat.get("training.debug_moe_force_load_balance")
+    )
+    return {
+        "_ep": flat.get("parallelism.expert_parallel_degree", ""),
+        "_etp": flat.get("parallelism.expert_tensor_parallel_degree", ""),
+        "_dispatcher": _BACKENDS.get(backend, backend),
+        "_forced": str(int(yes(forced))) if forced is not None else "",
+    }
+
+
+def titan_placed(facts: Flat) -> Flat:
+    """Together: with tp and without ep, experts are cut as other layers are."""
+    if not facts.get("experts"):
+        return {}
+    ep = whole(facts.get("_mesh_ep") or facts.get("_ep")) or 1
+    etp = whole(facts.get("_mesh_etp") or facts.get("_etp")) or 1
+    tp = whole(facts.get("tp")) or 1
+    return {
+        "ep": str(ep),
+        "etp": str(tp if ep == 1 else etp),
+        "dispatcher": facts.get("dispatcher") or facts.get("_dispatcher") or "alltoall",
+        "routing": "forced" if facts.get("_forced") == "1" else "natural",
+    }
