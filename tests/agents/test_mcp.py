@@ -92,6 +92,7 @@ def test_no_file_outside_of_the_folder_is_read_or_written(tmp_path: Path) -> Non
         ("collect", {"logs": ["own.csv"], "out": str(outside / "out.csv")}),
         ("collect", {"logs": ["own.csv"], "runs": "../outside"}),
         ("collect", {"logs": ["own.csv"], "out": "logs/out.csv"}),
+        ("diagnose", {"traces": ["own.csv"], "log": str(log)}),
         ("plan", SMALL | {"model": "/etc/passwd"}),
         ("plan", SMALL | {"calibration": "link.csv"}),
         ("flops", RUN | {"model": str(outside)}),
