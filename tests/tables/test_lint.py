@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fourfold.spec import catalog
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES, Finding, lint
@@ -480,9 +481,42 @@ def test_expert_ranks() -> None:
     assert "expert-ranks" not in found(256, 1)
 
 
+def test_experts_divide() -> None:
+    headings = ("Model", "GPUs", "DP", "TP", "PP", "EP", "MBS", "GBS", "Sec/it")
+
+    def found(ep: int) -> set[str]:
+        row = ("qwen3-30b-a3b", "96", "96", "1", "1", str(ep), "1", "192", "12.5")
+        return rules(Table(headings, (TableRow(row),)))
+
+    assert "experts-divide" in found(3)
+    assert "experts-divide" not in found(32)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens_s", "tflops", "words"),
+    [
+        # Megatron-Bridge's page of GB300s: 26.02, and 26.08, which counts windows as they are
+        ("gpt-oss-120b", 19412, 527.0, "two of an expert's three matrices, and windows as whole"),
+        ("gpt-oss-120b", 33024, 1077.0, ""),
+        ("mixtral-8x7b", 10000, 2826.4, "all experts as active"),
+        ("mixtral-8x7b", 10000, 797.1, ""),
+    ],
+)
+def test_miscounted_experts(model: str, tokens_s: float, tflops: float, words: str) -> None:
+    shape = catalog.model(model)
+    named = {"row_id": "r1", "n_layers": shape.layers, "d_model": shape.hidden, "step_s": "",
+             "model": model, "stack": "megatron", "flop_rule": "causal", "seq_len": 4096,
+             "tokens_s_gpu": tokens_s, "tflops_gpu": tflops, "act_ckpt": "none", "n_gpus": 64,
+             "status": "ok"}  # fmt: skip
+    table = Table(tuple(named), (TableRow(tuple(str(value) for value in named.values())),))
+    found = [one for one in lint(numbered(table)) if one.rule == "experts-counted"]
+    assert [words in one.value for one in found] == ([True] if words else [])
+
+
 PLANTED: dict[str, Callable[..., None]] = {
     "heading-count": test_heading_count, "gpus-axes": test_axes, "batch-reach": test_batch_reach,
-    "expert-ranks": test_expert_ranks,
+    "expert-ranks": test_expert_ranks, "experts-divide": test_experts_divide,
+    "experts-counted": test_miscounted_experts,
     "batch-heading": test_batch_heading, "batch-tokens": test_batch_tokens,
     "layers-stages": test_layers_stages, "size-label": test_size_label,
     "work-constant": test_work_of_topology_rows, "convention-mix": test_convention_mix,

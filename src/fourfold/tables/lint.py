@@ -14,6 +14,8 @@ RULES = {
     "heading-count": "a row has as many cells as the table has headings",
     "gpus-axes": "GPUs (or nodes x GPUs per node) = dp x tp x cp x pp",
     "expert-ranks": "PP x EP x ETP divides the GPUs: experts divide the ranks of a stage again",
+    "experts-divide": "EP divides the experts, ETP the width of one",
+    "experts-counted": "TFLOPs count the experts a token meets, with all of their matrices",
     "batch-reach": "the global batch is a whole number of micro batches on every dp rank",
     "batch-heading": "batch and sequence length in the text above agree with the rows",
     "batch-tokens": "global batch in tokens = sequences x sequence length",

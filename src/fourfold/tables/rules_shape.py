@@ -271,8 +271,19 @@ def expert_ranks(record: Record) -> Iterator[Problem]:
     )
 
 
+def experts_divide(record: Record) -> Iterator[Problem]:
+    """Every rank holds as many experts, or as wide a slice of each."""
+    named = named_shape(record)
+    experts = record.experts or (named.experts if named else 0)
+    if experts and experts % record.ep:
+        yield (f"EP {record.ep}", f"divides {experts} experts", "other EP or model")
+    moe = named.moe if named else None
+    if moe and moe.ffn % record.etp:
+        yield (f"ETP {record.etp}", f"divides the width of an expert, {moe.ffn}", "other ETP")
+
+
 ROW_CHECKS = {
-    "gpus-axes": gpus_axes, "expert-ranks": expert_ranks,
+    "gpus-axes": gpus_axes, "expert-ranks": expert_ranks, "experts-divide": experts_divide,
     "batch-reach": batch_reach, "batch-tokens": batch_tokens,
     "layers-stages": layers_stages, "size-label": size_label,
 }  # fmt: skip

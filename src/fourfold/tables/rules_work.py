@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.result.record import Record, grouped
@@ -80,7 +82,8 @@ def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> It
     elif usual is not None and any(agree(work / usual, x, 0.01) for x in _RECOMPUTE_RATIOS):
         yield _convention(record, "the table's other rows", ["a count with other recompute"])
     else:
-        yield _off(record, work, usual or _likely(record, shape, seq_len))
+        found = _miscount(record, work, seq_len)
+        yield found or _off(record, work, usual or _likely(record, shape, seq_len))
 
 
 def _names(record: Record, shape: Shape | None, work: float, seq_len: int) -> list[str]:
@@ -101,6 +104,42 @@ def _convention(record: Record, stated: str, names: list[str]) -> Finding:
         record, "convention-mix", f"{record.text('tflops_gpu') or record.tflops_gpu} by {likely}",
         f"by {stated}", f"restate the row by {stated}",
     )  # fmt: skip
+
+
+# What published counts of models with experts got wrong: all experts as active; a window as if it
+# were the sequence; an expert as a plain MLP, with both in GPT-OSS of Megatron-Bridge until 26.04.
+_PLAIN: dict[str, Any] = {"activation": "silu"}
+_WHOLE: dict[str, Any] = {"window": None, "local_layers": None}
+_MISCOUNTS: dict[str, dict[str, Any]] = {
+    "two of an expert's three matrices": _PLAIN,
+    "two of an expert's three matrices, and windows as whole sequences": _PLAIN | _WHOLE,
+    "windows as whole sequences": _WHOLE,
+}
+
+
+def _miscount(record: Record, work: float, seq_len: int) -> Finding | None:
+    """A row of a model with experts whose work a known mistake explains."""
+    shape = shape_of(record)
+    if shape is None or shape.model.moe is None:
+        return None
+    model = shape.model
+    free = replace(shape.model.moe, groups=1, group_top_k=1)
+    everything: dict[str, Any] = {"top_k": model.experts, "moe": free}
+    own = record.convention in CONVENTIONS
+    for words, fields in {"all experts as active": everything, **_MISCOUNTS}.items():
+        other = replace(model, **fields)
+        names = (record.convention,) if own else tuple(CONVENTIONS)
+        rules = matching(record, replace(shape, model=other), work, seq_len, names)
+        if other == model or not rules:
+            continue
+        right = seq_len * flops_per_token(shape, record, rules[0], seq_len)
+        tflops = record.tflops_gpu or 0.0
+        return finding(
+            record, "experts-counted", f"{tflops:g} TFLOPs count {words} (by {rules[0]})",
+            f"{tflops * right / work:.4g} TFLOPs: {model.top_k} of {model.experts} experts a token",
+            "count again by the shape (fourfold flops)",
+        )  # fmt: skip
+    return None
 
 
 def _off(record: Record, work: float, usual: float | None) -> Finding:
@@ -159,6 +198,8 @@ def _reference_finding(record: Record, residual: float) -> Finding:
     names = _names(record, shape, tflops * 1e12 / speed * seq_len, seq_len)
     if names:
         return _convention(record, record.convention, names)
+    if found := _miscount(record, tflops * 1e12 / speed * seq_len, seq_len):
+        return found
     right = tflops / (1 + residual)
     return finding(
         record, "work-constant", f"{tflops:g} TFLOPs at {speed:g} tokens/s/GPU",
