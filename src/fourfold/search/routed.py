@@ -45,7 +45,7 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
         natural_s=step_s,
         natural_range_s=(ends[0], ends[1]),
         rows_per_expert=rows,
-        remarks=tuple(_remarks(c, rows)),
+        remarks=(*_remarks(c, rows), *_ways(ranking)),
         capacities=_capacities(ranking, spread) if capacity else (),
     )
 
@@ -60,6 +60,23 @@ def _remarks(c: Columns, rows: float) -> list[str]:
     if ep > domain and far > 0:
         found.append(f"ep leaves the NVLink domain of {domain}: {far:.1f} copies a token cross")
     return found
+
+
+def _ways(ranking: Ranking) -> list[str]:
+    """The fastest ranked layout of each way to spread a model with experts."""
+    p = ranking.points
+    spread, piped = p["ep"] * p["etp"] > 1, p["pp"] > 1
+    ways = {
+        "FSDP alone": ~spread & ~piped & (p["zero"] == 3),
+        "EP without a pipeline": spread & ~piped,
+        "a pipeline without EP": piped & ~spread,
+        "EP and a pipeline": piped & spread,
+    }
+    best = {way: float(p["step_s"][some].min()) for way, some in ways.items() if some.any()}
+    if len(best) < 2:
+        return []
+    listed = sorted(best, key=lambda way: best[way])
+    return ["fastest of each kind ranked: " + ", ".join(f"{w} {best[w]:.3g} s" for w in listed)]
 
 
 def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:
