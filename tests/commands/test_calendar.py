@@ -23,6 +23,8 @@ PLAN = PlanRequest(
 
 @pytest.mark.parametrize(("days", "chance"), [(4.0, 0.8), (9.0, 0.95)])
 def test_a_deadline_and_its_gpus_agree(days: float, chance: float) -> None:
+    request = CalendarRequest(plan=PLAN, deadline=days, chance=chance)
+    assert fourfold.calendar(request).best is not None
     _must_agree(days, chance, 10**12)
 
 
@@ -44,7 +46,9 @@ def _must_agree(days: float, chance: float, tokens: int) -> None:
     asked = replace(PLAN, tokens=tokens)
     found = fourfold.calendar(CalendarRequest(plan=asked, deadline=days, chance=chance))
     best = found.best
-    assert best is not None
+    if best is None:  # more GPUs than the batch can feed
+        assert all((one.in_time or 0.0) < chance for one in found.points)
+        return
     assert best.in_time is not None
     assert best.in_time >= chance
     smaller = [one for one in found.points if one.gpus < best.gpus and not one.reason]
