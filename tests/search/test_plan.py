@@ -613,8 +613,8 @@ def test_explain_says_what_is_approximated(capsys) -> None:
 
 def test_safe_ranks_what_surely_fits(capsys) -> None:
     words = (
-        "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 256 --seq-len 8192"
-        " --global-batch 1024 --stack megatron --format json"
+        "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 64 --seq-len 8192"
+        " --global-batch 128 --stack megatron --format json"
     )
     ask = words.split()
     assert main(ask) == 0
