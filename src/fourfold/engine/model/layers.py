@@ -83,8 +83,11 @@ class Core(nn.Module):
     def forward(self, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, tables: Tables) -> Tensor:
         if self.backends is None:
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
+        # A kernel that was asked for may not take values narrower than keys (latent attention).
+        narrow, width = v_BKSC.shape[-1], q_BHSC.shape[-1]
+        v_BKSC = F.pad(v_BKSC, (0, width - narrow)) if narrow < width else v_BKSC
         with sdpa_kernel(self.backends, set_priority=True):
-            return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
+            return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)[..., :narrow]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         grouped = q.shape[1] != k.shape[1]

@@ -58,9 +58,9 @@ _ROUNDINGS, _DRAWS = 1000, 40
 def steady(spec: RunSpec, recipe: Callable[[RunSpec], Recipe], device: torch.device) -> Truth:
     """The first of seed, seed + 1000, ... whose choice of experts no rounding can change. Formats
     of 16 bits have no such case: there choices may differ."""
-    width = DTYPES[spec.policy.dtypes.compute]
-    exact = spec.policy.dtypes.compute in ("fp32", "fp64") and spec.model.moe is not None
-    limit = _ROUNDINGS * torch.finfo(width).eps / 2 if exact else 0.0
+    compute, limit = spec.policy.dtypes.compute, 0.0
+    if compute in ("fp32", "fp64") and spec.model.moe is not None:
+        limit = _ROUNDINGS * torch.finfo(DTYPES[compute]).eps / 2
     for draw in range(_DRAWS):
         drawn = replace(spec, seed=spec.seed + 1000 * draw)
         truth = train_alone(drawn, recipe(drawn), device)
