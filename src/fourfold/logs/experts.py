@@ -11,6 +11,7 @@ _SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _BACKENDS = {"standard": "alltoall"}
 # torchtitan 0.3 prints a dispatcher's settings without its name: what only that one has.
 _TOLD_BY = {"non_blocking_capacity_factor": "hybridep", "cudagraphable": "deepep"}
+_TITAN_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 
 def megatron_experts(args: Flat) -> Flat:
@@ -18,7 +19,8 @@ def megatron_experts(args: Flat) -> Flat:
     count = whole(args.get("num_experts")) or whole(args.get("num_moe_experts")) or 0
     if count < 2:
         return _latent_alone(args)
-    known = _megatron_latent(args) if yes(args.get("multi_latent_attention")) else {}
+    is_latent = yes(args.get("multi_latent_attention"))
+    known = _latent(args, "qk_head_dim", "qk_pos_emb_head_dim") if is_latent else {}
     given = {
         "experts": str(count),
         "experts_per_token": args.get("moe_router_topk"),
@@ -50,8 +52,9 @@ def _latent_alone(args: Flat) -> Flat:
     return {"unmodelled": "latent attention"} if yes(args.get("multi_latent_attention")) else {}
 
 
-def _megatron_latent(args: Flat) -> Flat:
-    nope, rope = whole(args.get("qk_head_dim")), whole(args.get("qk_pos_emb_head_dim"))
+def _latent(args: Flat, nope_name: str, rope_name: str) -> Flat:
+    """Latent attention; engines differ in what they call the two parts of a key."""
+    nope, rope = whole(args.get(nope_name)), whole(args.get(rope_name))
     return {
         "attn_kind": "mla",
         "q_lora_rank": str(whole(args.get("q_lora_rank")) or ""),
@@ -137,19 +140,9 @@ def titan_experts(args: Flat) -> Flat:
         "head_dim": args.get("head_dim", ""),
         "family": "deepseek" if has_latent else "qwen-moe",
     }
-    return facts | (_titan_latent(args) | {"d_ff": args.get("inter_dim", "")} if has_latent else {})
-
-
-def _titan_latent(args: Flat) -> Flat:
-    nope, rope = whole(args.get("qk_nope_head_dim")), whole(args.get("qk_rope_head_dim"))
-    return {
-        "attn_kind": "mla",
-        "q_lora_rank": str(whole(args.get("q_lora_rank")) or ""),
-        "kv_lora_rank": args.get("kv_lora_rank", ""),
-        "qk_rope_dim": str(rope or ""),
-        "v_head_dim": args.get("v_head_dim", ""),
-        "head_dim": str((nope or 0) + (rope or 0) or ""),
-    }
+    if has_latent:
+        facts |= _latent(args, *_TITAN_KEYS) | {"d_ff": args.get("inter_dim", "")}
+    return facts
 
 
 def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
@@ -175,7 +168,7 @@ def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
         "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
     }
     if latent.get("kv_lora_rank"):
-        facts |= _titan_latent(latent)
+        facts |= _latent(latent, *_TITAN_KEYS)
         facts["n_kv_heads"] = said("attention.n_heads")
     return facts | placed([int(at in routed) for at in range(layers)])
 
