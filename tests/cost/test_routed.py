@@ -152,8 +152,9 @@ def test_tokens_beyond_a_capacity() -> None:
     """Of log-normal shares; sampled, the same."""
     draws = np.random.default_rng(0).lognormal(-np.log(2) / 2, np.sqrt(np.log(2)), 400_000)
     for factor in (1.0, 1.5, 2.0):
-        assert beyond(factor, 1.0) == pytest.approx(np.maximum(0, draws - factor).mean(), abs=0.004)
-    assert beyond(1.25, 0.0) == 0.0
+        sampled = np.maximum(0, draws - factor).mean(), np.minimum(draws, factor).std()
+        assert beyond(factor, 1.0) == pytest.approx(sampled, abs=0.004)
+    assert beyond(1.25, 0.0) == (0.0, 0.0)
 
 
 def test_a_plan_places_experts_and_says_what_routing_does() -> None:
@@ -166,6 +167,9 @@ def test_a_plan_places_experts_and_says_what_routing_does() -> None:
     assert routing.natural_range_s[1] > first.step_s_high > first.step_s
     seconds = [one.step_s for one in routing.capacities]
     assert seconds == sorted(seconds)
+    assert (routing.forced_s, routing.natural_s) == pytest.approx((seconds[0], seconds[-1]))
+    assert routing.forced_bytes < routing.natural_bytes == pytest.approx(first.peak_bytes)
+    assert routing.capacities[0].again_s > routing.capacities[-1].again_s == seconds[-1]
     assert routing.capacities[-1].dropped == 0.0 < routing.capacities[0].dropped
     assert "routing: forced even" in "\n".join(map(str, page(found, details=True)))
     assert {(row.layout.ep, row.layout.tp) for row in found.ranked} == {(4, 1)}

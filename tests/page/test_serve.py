@@ -25,7 +25,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.page import planner
-from fourfold.page.command import plan_command
+from fourfold.page.command import layout_table, plan_command
 from fourfold.page.guard import Served
 from fourfold.page.planner import (
     MOST_WAYS,
@@ -33,6 +33,7 @@ from fourfold.page.planner import (
     BusyError,
     Planner,
     SupersededError,
+    count_ways,
     first_look,
 )
 from fourfold.page.serve import Views, app, plan_request
@@ -217,6 +218,36 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
     assert "48 are not" in Views.deadline({"days": "45"}, data)["deadline"]
     with pytest.raises(UserError, match="tokens"):
         Views.deadline({"days": "30"}, data | {"rows": [row | {"training_s": None}]})
+
+
+def test_experts_are_asked_for_and_answered() -> None:
+    asked = ASKED | {
+        "model": "mixtral-8x7b", "seq_len": "4096", "layout": "pp1", "ep": "4", "etp": "2",
+        "routing": "natural", "imbalance": "0.6", "capacity": "1",
+    }  # fmt: skip
+    request = plan_request(asked)
+    assert layout_table(request.layout) == {"pp": 1, "ep": 4, "etp": 2}
+    assert plan_command(request) == (
+        "fourfold plan --model mixtral-8x7b --gpus 16 --pp 1 --ep 4 --etp 2 --seq-len 4096 "
+        "--global-batch 128 --routing natural --imbalance 0.6 --gpu h100-80gb --stack megatron "
+        "--capacity"
+    )
+    text = ask(app(Served()), "/plan", {**asked, "view": "a", "full": "1"})[2]
+    data = json.loads(re.search(r'id="plan-data">(.*?)</script>', text)[1])
+    first = data["rows"][0]
+    assert "ep4 etp2" in first["name"]
+    assert sum(first["exposed_s"].values()) == pytest.approx(first["step_s"])
+    assert any("natural" in said and "--imbalance 0.6" in said for said in data["remarks"])
+    assert [row[0] for row in data["capacities"][0]][:2] == ["capacity", "1.00"]
+    page = ask(app(Served()), "/")[2]
+    for part in first["exposed_s"]:  # each has a name and a colour in the charts
+        assert re.search(rf'\b{part}: "[a-zA-Z]', page)
+        assert re.search(rf'\b{part}: "#', page)
+    open_ways, fixed_ways = (
+        count_ways(plan_request({**asked, "layout": "", "ep": ep, "gpus": "4096"}))
+        for ep in ("", "4")
+    )
+    assert open_ways > fixed_ways
 
 
 def test_the_first_look_keeps_what_is_asked_for() -> None:

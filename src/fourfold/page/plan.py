@@ -16,6 +16,7 @@ from fourfold.page.command import plan_command
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
 from fourfold.search.plan_answer import TRAINING, plain
 from fourfold.show import plan as shown
+from fourfold.show.plan_notes import capacities
 from fourfold.show.table import Grid, Part
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
@@ -92,6 +93,7 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "host_gpus": answer.host_gpus,
         "flips": plain(answer.flips),
         "engines": _engines(answer),
+        "capacities": [[grid.headings, *grid.rows] for grid in capacities(answer)],
     }
 
 
@@ -137,7 +139,13 @@ _SHARDED = (
     "optimizer state and gradients are sharded over the ranks of dp",
     "weights, gradients and optimizer state are sharded over the ranks of dp (FSDP)",
 )
+_EXPERT_AXES = {
+    "ep": "experts: those of a layer are divided over {} ranks, to which tokens travel",
+    "etp": "experts: each is cut over {} ranks",
+}
 _RECOMPUTE = {
+    "moe": "routing and experts are computed again in the backward pass",
+    "moe-act": "activations inside of experts are computed again in the backward pass",
     "none": "activations are kept until the backward pass",
     "full": "activations of every layer are computed again in the backward pass",
     "selective": "attention is computed again in the backward pass",
@@ -163,8 +171,18 @@ def _model(model: ModelShape, params: int) -> str:
     heads = f"{model.heads} heads" + (
         f" on {model.kv_heads} of keys and values" if model.kv_heads != model.heads else ""
     )
-    sizes = f"{model.layers} layers, hidden {model.hidden:,}, MLP {model.ffn:,}, {heads}"
+    sizes = f"{model.layers} layers, hidden {model.hidden:,}, {_mlp(model)}, {heads}"
     return f"{model.name}, {params / 1e9:.3g} billion parameters: {sizes}, {model.vocab:,} tokens"
+
+
+def _mlp(model: ModelShape) -> str:
+    if model.moe is None:
+        return f"MLP {model.ffn:,}"
+    shared = f" and a shared one of {model.moe.shared_ffn:,}" if model.moe.shared_ffn else ""
+    dense = model.layers - model.moe_layers
+    first = f", MLP {model.ffn:,} in {counted(dense, 'layer')} without" if dense else ""
+    chosen = f"{model.top_k} of {model.experts} experts of {model.moe.ffn:,}"
+    return f"{chosen}{shared} for each token{first}"
 
 
 def _machines(cluster: Cluster, answer: PlanAnswer) -> str:
@@ -226,6 +244,11 @@ def words_of(row: PlanRow) -> list[tuple[str, str]]:
         (f"tp{layout.tp}", "tensor: " + (
             f"every matrix is cut over {layout.tp} GPUs" if layout.tp > 1 else "matrices are whole"
         )),
+        *[
+            (f"{axis}{size}", text.format(size))
+            for axis, text in _EXPERT_AXES.items()
+            if (size := getattr(layout, axis)) > 1
+        ],
         (f"micro batch {row.micro_batch}",
          f"sequences that a rank computes at once: {row.micro_batch}"),
     ]  # fmt: skip

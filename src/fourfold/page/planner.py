@@ -230,11 +230,12 @@ def count_ways(request: PlanRequest) -> int:
     axes = [size for axis in AXES if isinstance(size := fixed.get(axis), int)]
     free = len(SIZES) - len(axes) - ("dp" in fixed)  # dp is two of the sizes
     policies = math.prod(times for name, times in _BY_FIELD.items() if name not in fixed)
-    ways = 0
+    ways, experts = 0, query.model.experts if "ep" not in fixed else 1
     for gpus in counts:
         if gpus < WORTH_TRYING * counts[0] or ways > MOST_WAYS:
             break
-        ways += max(_LEAST_WAYS, policies * _products(gpus // math.prod(axes), free))
+        ways += max(_LEAST_WAYS, policies * _products(gpus // math.prod(axes), free)
+                    * _products(math.gcd(experts, gpus), 2))  # fmt: skip
     if not (request.stack or request.export):
         ways *= 1 + len(EXPORTED)  # each engine is asked
     if ways > MOST_WAYS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 import fourfold
 from fourfold.errors import UserError
@@ -20,6 +20,7 @@ from fourfold.page.planner import BusyError, Planner, SupersededError, count_way
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
+from fourfold.spec.layout import EXPERT_AXES
 from fourfold.units import count_from, counted
 from fourfold.verbs.question import EXPORTED
 from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
@@ -27,7 +28,7 @@ from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, 
 # Fields of the form; what is empty is left to the planner.
 _NUMBERS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top")
 _TEXTS = ("cluster", "gpu", "stack", "layout")
-_POLICY = ("precision", "sharding", "recompute")
+_POLICY = ("precision", "sharding", "recompute", "routing", "dispatcher")
 _MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both
 
 
@@ -36,6 +37,8 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
     given: dict[str, Any] = {"model": _model(asked)}
     given |= {name: _number(asked, name) for name in _NUMBERS if asked.get(name, "").strip()}
     given |= {name: asked[name].strip() for name in _TEXTS if asked.get(name, "").strip()}
+    axes = [f"{axis}{_number(asked, axis)}" for axis in EXPERT_AXES if asked.get(axis, "").strip()]
+    given |= {"layout": " ".join([given.get("layout", ""), *axes])} if axes else {}
     if given.get("cluster") and given["cluster"] not in catalog.cluster_names():
         raise UserError("unknown cluster", field="cluster", value=given["cluster"])
     if given.get("gpu") and given["gpu"] not in catalog.device_names():
@@ -45,10 +48,13 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
         given["tokens"] = count_from(asked["tokens"])
     if asked.get("price", "").strip():
         given["price"] = _amount(asked, "price")
-    given["policy"] = {name: asked[name] for name in _POLICY if asked.get(name)}
+    policy: dict[str, Any] = {name: asked[name] for name in _POLICY if asked.get(name)}
+    if asked.get("imbalance", "").strip():
+        policy["imbalance"] = _amount(asked, "imbalance")
+    given["policy"] = policy
     if asked.get("where", "").strip():
         given["where"] = (asked["where"],)
-    given |= {name: True for name in ("safe", "explore") if asked.get(name)}
+    given |= {name: True for name in ("safe", "explore", "capacity") if asked.get(name)}
     for name in ("seq_len", "global_batch"):
         if name not in given:
             raise UserError("is required", field=name.replace("_", " "))
@@ -218,7 +224,9 @@ def home_page(settings: Served) -> str:
         "clusters": sorted(catalog.cluster_names()),
         "stacks": list(EXPORTED),
         "precisions": list(words.PRECISIONS),
-        "recompute": list(words.RECOMPUTE),
+        "recompute": [*words.RECOMPUTE, *words.MOE_RECOMPUTE],
+        "dispatchers": list(get_args(words.Dispatcher))[1:],
+        "routings": list(get_args(words.Routing)),
         "has_runs": bool(settings.runs),
         "has_train": bool(settings.train),
     }

@@ -165,26 +165,30 @@ class MeasuredBest:
 class Capacity:
     """An expert takes at most `factor` times its even share (0: no limit). `dropped` is the share
     of tokens beyond that; `overflows` the chance that a rank of a layer exceeds as much in a step,
-    where steps with too many tokens run again instead."""
+    where steps with too many tokens run again instead: `again_s` on average."""
 
     factor: float
     step_s: float
     peak_bytes: float
     dropped: float
     overflows: float
+    again_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
     """Of the first choice. `imbalance`: standard deviation over mean of the experts' tokens, which
-    nobody knows better than by a factor; `fullest`: the fullest rank against the mean."""
+    nobody knows better than by a factor; `fullest`: the fullest rank against the mean. Bytes are
+    that rank's."""
 
     imbalance: float
     fullest: float
     forced_s: float
     forced_range_s: tuple[float, float]
+    forced_bytes: float
     natural_s: float
     natural_range_s: tuple[float, float]
+    natural_bytes: float
     rows_per_expert: float
     remarks: tuple[str, ...]
     capacities: tuple[Capacity, ...] = ()

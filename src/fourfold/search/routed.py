@@ -35,6 +35,7 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
         other = predictions(replace(c, imbalance=moved), query.entry).step_s
         half = hypot(log(float(end[0]) / step_s), log(float(other[0]) / step_s))
         ends.append(step_s * exp(way * half))
+    peaks = [memory(one, query.entry.coefficients).worst_bytes for one in (even, spread)]
     tokens = float((c.tokens / c.split)[0])
     rows = tokens * query.model.top_k * float((c.ep * c.etp)[0]) / query.model.experts
     return Routed(
@@ -42,8 +43,10 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
         fullest=float(np.max(spread.fullest)),
         forced_s=float(forced.step_s[0]),
         forced_range_s=(float(forced.low_s[0]), float(forced.high_s[0])),
+        forced_bytes=float(peaks[0][0]),
         natural_s=step_s,
         natural_range_s=(ends[0], ends[1]),
+        natural_bytes=float(peaks[1][0]),
         rows_per_expert=rows,
         remarks=(*_remarks(c, rows), *_ways(ranking)),
         capacities=_capacities(ranking, spread) if capacity else (),
@@ -80,34 +83,45 @@ def _ways(ranking: Ranking) -> list[str]:
 
 
 def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:
+    """Experts of a rank that drop tokens bring it nearer to the mean; its rows are never taken as
+    fewer than even ones, since engines keep room for them."""
     entry, experts = ranking.query.entry, ranking.query.model.experts
     spread, ep = float(c.imbalance[0]), float(c.ep[0])
-    of_rank = spread / sqrt(max(1.0, experts / ep))
+    local = max(1.0, experts / ep)
+    of_rank, tail = spread / sqrt(local), sqrt(2.0 * log(ep) / local)
     layers = ranking.query.model.moe_layers
     found = []
     for factor in (*FACTORS, 0.0):
-        one = replace(c, dropped_above=np.full(1, factor))
+        lost, deviation = beyond(factor, spread) if factor else (0.0, spread)
+        cut = max(0.0, deviation - lost / tail) if tail else 0.0
+        limited = replace(c, dropped_above=np.full(1, factor))
+        drops = replace(limited, imbalance=np.full(1, cut))
         below = _normal((factor - 1.0) / of_rank) if factor and of_rank else 1.0
+        overflows = 1.0 - below ** (ep * layers)
+        once = predictions(limited, entry).step_s
         found.append(
             Capacity(
                 factor=factor,
-                step_s=float(predictions(one, entry).step_s[0]),
-                peak_bytes=float(memory(one, entry.coefficients).worst_bytes[0]),
-                dropped=beyond(factor, spread) if factor else 0.0,
-                overflows=1.0 - below ** (ep * layers),
+                step_s=float(predictions(drops, entry).step_s[0]),
+                peak_bytes=float(memory(drops, entry.coefficients).worst_bytes[0]),
+                dropped=lost,
+                overflows=overflows,
+                again_s=float(once[0]) * (1.0 + overflows),
             )
         )
     return tuple(found)
 
 
-def beyond(factor: float, spread: float) -> float:
-    """Share of tokens above `factor` even shares, where shares are log-normal with mean 1: the
-    price of a call option."""
+def beyond(factor: float, spread: float) -> tuple[float, float]:
+    """(share of tokens above `factor` even shares, standard deviation of what is kept), where
+    shares are log-normal with mean 1: the price of a call option, and its second moment."""
     if spread <= 0.0:
-        return max(0.0, 1.0 - factor)
+        return max(0.0, 1.0 - factor), 0.0
     sigma = sqrt(log(1.0 + spread**2))
     above = (-log(factor) + sigma**2 / 2.0) / sigma
-    return _normal(above) - factor * _normal(above - sigma)
+    lost = _normal(above) - factor * _normal(above - sigma)
+    square = (1.0 + spread**2) * _normal(-above - sigma) + factor**2 * _normal(above - sigma)
+    return lost, sqrt(max(0.0, square - (1.0 - lost) ** 2))
 
 
 def _normal(z: float) -> float:

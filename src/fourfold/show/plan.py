@@ -21,7 +21,8 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
         return [f"{plan.reason[:1].upper()}{plan.reason[1:]}", "", _about(plan), *searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
-    sentence, beside = _sentence(plan, plan.best), (*_engines(plan), *capacities(plan))
+    sentence, beside = _sentence(plan, plan.best), [*_engines(plan)]
+    beside += [part for grid in capacities(plan) for part in (grid, "")]
     shown: list[Part] = [sentence, "", layouts, "", *beside]
     remarks = list(_remarks(plan))
     if not details:

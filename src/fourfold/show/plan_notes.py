@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fourfold.show.table import Grid, Part
+from fourfold.show.table import Grid
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import MeasuredBest, PlanAnswer, PlanRow
@@ -51,23 +51,23 @@ def routing(plan: PlanAnswer) -> Iterable[str]:
     if one is None:
         return
     even, natural = (
-        f"{short_s(step_s)} s (80%: {short_s(low)} to {short_s(high)})"
-        for step_s, (low, high) in (
-            (one.forced_s, one.forced_range_s),
-            (one.natural_s, one.natural_range_s),
+        f"{short_s(step_s)} s (80%: {short_s(low)} to {short_s(high)}), {peak / 2**30:.0f} GiB"
+        for step_s, (low, high), peak in (
+            (one.forced_s, one.forced_range_s, one.forced_bytes),
+            (one.natural_s, one.natural_range_s, one.natural_bytes),
         )
     )
     yield (
-        f"routing: forced even {even}, natural {natural}: the fullest rank has {one.fullest:.2f} "
+        f"routing: forced even {even}; natural {natural}: the fullest rank has {one.fullest:.2f} "
         f"times the mean (--imbalance {one.imbalance:.2g})"
     )
     yield "; ".join(one.remarks)
 
 
-def capacities(plan: PlanAnswer) -> list[Part]:
+def capacities(plan: PlanAnswer) -> list[Grid]:
     if plan.routed is None or not plan.routed.capacities:
         return []
-    headings = ("capacity", "s/step", "GiB", "tokens dropped", "steps with too many for a rank")
+    headings = ("capacity", "s/step", "GiB", "dropped tokens", "or steps run again", "s/step then")
     rows = [
         (
             f"{one.factor:.2f}" if one.factor else "none",
@@ -75,10 +75,11 @@ def capacities(plan: PlanAnswer) -> list[Part]:
             f"{one.peak_bytes / 2**30:.1f}",
             f"{one.dropped:.1%}",
             f"{one.overflows:.0%}" if one.factor else "-",
+            short_s(one.again_s),
         )
         for one in plan.routed.capacities
     ]
-    return [Grid(headings, rows), ""]
+    return [Grid(headings, rows)]
 
 
 def short_s(seconds: float) -> str:

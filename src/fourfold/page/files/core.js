@@ -57,7 +57,7 @@ F.outcomeColors = {
 // Kinds of memory and parts of a step have one colour each wherever they are drawn.
 F.partColors = {
   state: "#4477aa", activations: "#ee6677", logits: "#c8a415", gathered_weights: "#228833", base: "#8c8c8c",
-  compute: "#4477aa", recompute: "#3fa7c4", tp: "#ee6677", cp: "#aa3377", pp: "#c8a415", dp: "#228833", host: "#e07b39", other: "#8c8c8c",
+  compute: "#4477aa", recompute: "#3fa7c4", tp: "#ee6677", cp: "#aa3377", ep: "#6a5acd", pp: "#c8a415", dp: "#228833", host: "#e07b39", other: "#8c8c8c",
 };
 
 F.KINDS = { state: "weights, gradients, optimizer", activations: "activations", logits: "logits and loss", gathered_weights: "gathered weights", base: "context and communicators" };

@@ -26,7 +26,7 @@ F.$("order").hidden = plan.rows.length < 2;
 F.$("words").closest("section").hidden = !plan.words.length;
 for (const id of ["ranking", "charts"]) F.$(id).hidden = !plan.rows.length;
 F.fill(F.$("flips"), F.planFlips(plan));
-F.fill(F.$("remarks"), F.h("ul", { class: "remarks" }, ...plan.remarks.map((text) => F.h("li", {}, text))));
+F.planRemarks(plan);
 F.fill(F.$("command"), F.copyable("The command that gives this answer", plan.command));
 F.fill(F.$("exports"), ...plan.exports.map((one) => {
   const said = one.said.map((text) => F.h("p", { class: "note" }, text));

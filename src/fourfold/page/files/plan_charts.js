@@ -1,7 +1,7 @@
 "use strict";
 // Ranked layouts: a layout is a bar with an error bar, not a number.
 F.PARTS = {
-  compute: "compute", recompute: "recompute", tp: "TP communication", cp: "CP communication", pp: "pipeline bubble and sends", dp: "DP communication", host: "host", other: "optimizer and other",
+  compute: "compute", recompute: "recompute", tp: "TP communication", cp: "CP communication", ep: "tokens to experts and back", pp: "pipeline bubble and sends", dp: "DP communication", host: "host", other: "optimizer and other",
 };
 
 F.planName = (row) => `#${row.rank} ${row.name}`;
@@ -69,6 +69,14 @@ F.planGrid = (grid, plan) => {
 F.planFlips = (plan) => {
   if (!plan.flips.length) return F.h("p", { class: "note" }, plan.rows.length > 1 ? "No single uncertain coefficient changes the winner." : "There is one layout.");
   return F.h("ul", { class: "remarks" }, ...plan.flips.map((flip) => F.h("li", {}, `With ${flip.about} (${flip.knob}) at ${F.number(flip.other)} instead of ${F.number(flip.value)}, #${flip.winner} (${flip.layout}) leads by ${F.number(100 * (flip.gain - 1), 2)}%.`)));
+};
+
+/** What is said besides; and, of a model with experts, capacities where they were asked for. */
+F.planRemarks = (plan) => {
+  F.fill(F.$("remarks"), F.h("ul", { class: "remarks" }, ...plan.remarks.map((text) => F.h("li", {}, text))));
+  F.$("capacities").hidden = !plan.capacities.length;
+  F.capacities = F.capacities || new F.Grid(F.$("capacity-grid"), { caption: "Capacities of experts", perPage: 20 });
+  for (const [headings, ...cells] of plan.capacities) F.planGrid(F.capacities, { headings, cells });
 };
 
 /** The best of each engine side by side; why not, where it cannot. */

@@ -8,6 +8,8 @@ choices("gpu", [["", "none"], ...same(F.data.gpus)]);
 choices("cluster", [["", "none"], ...same(F.data.clusters)]);
 choices("stack", [["", "compare all"], ...same(F.data.stacks)]);
 choices("precision", [["", "usual"], ...same(F.data.precisions)]);
+choices("dispatcher", [["", "usual"], ...same(F.data.dispatchers)]);
+choices("routing", [["", "usual"], ...same(F.data.routings)]);
 choices("recompute", [["", "any"], ...same(F.data.recompute)]);
 F.$("view").value = crypto.getRandomValues(new Uint32Array(2)).join("-");
 F.$("made").textContent = `fourfold ${F.data.version}; nothing leaves this machine`;
@@ -23,6 +25,7 @@ for (const field of form.elements) {
   else field.value = value ?? "";
 }
 if (["layout", "micro_batch", "recompute", "where", "safe", "explore", "config"].some((name) => asked.get(name))) F.$("rest").open = true;
+if (["ep", "etp", "dispatcher", "routing", "imbalance", "capacity"].some((name) => asked.get(name))) F.$("experts").open = true;
 if (["network", "tokens", "price", "days", "cluster_file"].some((name) => asked.get(name))) F.$("money").open = true;
 F.$("cluster-upload").addEventListener("change", async (event) => {
   const [file] = event.target.files;
@@ -57,11 +60,12 @@ F.showPlan = (plan) => {
   F.plan = plan;
   F.$("answer").textContent = plan.sentence;
   F.$("deadline").textContent = plan.deadline || "";
-  for (const id of ["charts", "ranking", "order"]) F.$(id).hidden = !plan.rows.length; // there is nothing to show
+  for (const id of ["charts", "ranking", "order", "rests"]) F.$(id).hidden = !plan.rows.length; // there is nothing to show
   F.fill(F.$("tiles"), ...F.planTiles(plan));
   F.$("engines").hidden = !plan.engines.some((one) => one.choice);
   F.engineGrid(F.engines, plan);
   F.planGrid(F.grid, plan);
+  F.planRemarks(plan);
   F.fill(F.$("flips"), F.planFlips(plan));
   F.fill(F.$("again"), F.copyable("Command", plan.command), F.copyable("Link to this view", F.link()));
   document.documentElement.dataset.full = plan.full ? "yes" : "";
