@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fourfold.spec.policy import Policy
     from fourfold.spec.run import RunSpec
     from fourfold.verbs.advise import advise
+    from fourfold.verbs.advise_request import AdviseRequest
     from fourfold.verbs.bench import bench, submit_bench
     from fourfold.verbs.calendar import calendar
     from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.predict import predict, predict_table
     from fourfold.verbs.report import lint, lint_rules, report
     from fourfold.verbs.requests import (
-        AdviseRequest,
         ClusterRequest,
         FitRequest,
         PlanRequest,
@@ -86,6 +86,7 @@ _MODULES = {
     "spec.policy": "Policy",
     "spec.run": "RunSpec",
     "verbs.advise": "advise",
+    "verbs.advise_request": "AdviseRequest",
     "verbs.bench": "bench submit_bench",
     "verbs.calibrate": "calibrate demo submit_calibrate",
     "verbs.calendar": "calendar",
@@ -105,7 +106,7 @@ _MODULES = {
     "verbs.predict": "predict predict_table",
     "verbs.report": "lint lint_rules report",
     "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
-    "verbs.requests": "AdviseRequest ClusterRequest FitRequest PlanRequest "
+    "verbs.requests": "ClusterRequest FitRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",

@@ -51,6 +51,32 @@ def test_14400_is_sent_to_14336_with_the_gain_the_tables_show(capsys) -> None:
     assert back["hidden"]["better"] is None or back["hidden"]["better"]["gain"] < 1.06
 
 
+def test_experts_are_judged_by_their_rows_and_tiles(capsys) -> None:
+    words = ("--gpu", "h100-80gb", "--hidden", "4096", "--experts", "96", "--expert-ffn", "1400")
+    words += ("--top-k", "4", "--seq-len", "4096")
+    said = asked(capsys, *words, "--ep", "8")
+    width, count = said["expert_ffn"], said["experts"]
+    assert (width["notes"], count["asked"]) == (
+        ["120 columns of the last tile of 128 are used"],
+        96,
+    )
+    by_width = {row["value"]: row["tflops_gpu"] for row in width["table"]}
+    assert by_width[1408] > by_width[1400] > by_width[1344]  # 1344 leaves half a tile empty
+    for row in count["table"]:  # as many weights, as much work
+        assert row["value"] * row["expert_ffn"] == 96 * 1400
+        assert row["top_k"] * row["expert_ffn"] == 4 * 1400
+    rates = [row["tflops_gpu"] for row in count["table"]]
+    assert rates == sorted(rates, reverse=True)  # wider ones lose less to sorting rows
+    alone = asked(capsys, *words)
+    rows = [one["micro_batch"]["table"][0]["rows"] for one in (alone, said)]
+    assert rows == [171, 1365]  # 4096 x 4 / 96, and of eight ranks
+    assert alone["micro_batch"]["tflops_gpu"] < said["micro_batch"]["tflops_gpu"]
+    model = asked(capsys, "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b")
+    assert (model["experts"]["asked"], model["expert_ffn"]["asked"]) == (128, 768)
+    for wrong in (words[:6], (*words[:8], "--top-k", "97"), (*words[:4], "--ep", "2")):
+        assert main(["advise", *wrong]) == 2
+
+
 @pytest.mark.parametrize("tp", ["1", "8"])
 def test_128_heads_on_13824_are_slow(capsys, tp: str) -> None:
     said = asked(capsys, "--gpu", "a100-80gb", "--tp", tp, "--hidden", "13824", "--heads", "128")

@@ -43,6 +43,10 @@ class LayerShape:
     seq_len: int
     micro_batch: int
     tp: int
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    ep: int = 1
 
     @property
     def head_size(self) -> int:
@@ -59,12 +63,14 @@ class Kernels:
     attention: str  # a word of PRICED_ATTENTION
 
     def columns(self, shapes: Sequence[LayerShape]) -> Columns:
-        names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp")
+        names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp", "experts", "top_k",
+                 "expert_ffn", "ep")  # fmt: skip
         facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
         idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}
         idle |= {"node": 8, "net_seen": 0}
         facts |= {"attention": PRICED_ATTENTION.index(self.attention)}
+        facts |= {"routed": [float(s.experts > 0) for s in shapes]}
         return columns(
             len(shapes), **idle, **facts, **device_facts(self.device, self.precision.split("-")[0])
         )
@@ -85,19 +91,19 @@ def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:
     return min(counts, key=lambda n: ((hidden // n) % 8 != 0, abs(hidden // n - head_size)))
 
 
-def _advice(asked: int, values: list[int], rates: Floats, notes: list[str]) -> dict[str, Any]:
+def judged(asked: int, values: list[int], rates: Floats, notes: list[str]) -> dict[str, Any]:
     """The asked value among its neighbours: what it loses and the nearest that loses little."""
     own_rate = float(rates[values.index(asked)])
     best = float(rates.max())
     enough = own_rate + SHARE_OF_GAIN * (best - own_rate)
     good = [v for v, rate in zip(values, rates, strict=True) if rate >= enough]
-    near = min(good, key=lambda v: (abs(v - asked), v))
-    gain = float(rates[values.index(near)]) / own_rate
+    closest = min(good, key=lambda v: (abs(v - asked), v))
+    gain = float(rates[values.index(closest)]) / own_rate
     return {
         "asked": asked,
         "tflops_gpu": own_rate / 1e12,
         "loses_pct": 100.0 * (1.0 - own_rate / best),
-        "better": {"value": near, "gain": gain} if gain > WORTH_SAYING else None,
+        "better": {"value": closest, "gain": gain} if gain > WORTH_SAYING else None,
         "notes": notes,
         "table": [
             {"value": v, "tflops_gpu": float(r) / 1e12, "against_asked": float(r) / own_rate}
@@ -117,7 +123,7 @@ def _alignment(name: str, size: int, tp: int) -> list[str]:
     return [f"{name}/tp = {part} is a multiple of {step}, not of 64 (128 bytes in 16 bits)"]
 
 
-def _near(size: int, step: int) -> list[int]:
+def near(size: int, step: int) -> list[int]:
     """The size, and multiples of `step` near it."""
     low, high = int(size * (1 - WINDOW)), int(size * (1 + WINDOW))
     return sorted({size, *range(-(-low // step) * step, high + 1, step)})
@@ -133,7 +139,7 @@ def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> d
     step = int(np.lcm(64, shape.tp)) if free_heads else int(np.lcm(64, shape.heads))
     ratio = shape.ffn / shape.hidden
     plain = {shape.hidden: shape}
-    for hidden in _near(shape.hidden, step):
+    for hidden in near(shape.hidden, step):
         heads = auto_heads(hidden, shape.tp) if free_heads else shape.heads
         ffn, kv_heads = round(ratio * hidden / shape.tp) * shape.tp, _groups(shape, heads)
         if hidden // heads in USUAL_HEAD_SIZES and heads % kv_heads == 0:
@@ -141,7 +147,7 @@ def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> d
             plain.setdefault(hidden, other)
     plain = dict(sorted(plain.items()))
     rates = layer_rates(list(plain.values()), kernels)
-    advice = _advice(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
+    advice = judged(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
     for row in advice["table"]:
         row |= {"heads": plain[row["value"]].heads, "head_size": plain[row["value"]].head_size}
     return advice | {"gemms": gemm_losses(shape, kernels)}
@@ -211,27 +217,27 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
         loss = float(plain.max() / plain[own])
         if loss > WORTH_SAYING:
             notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")
-    advice = _advice(shape.heads, counts, rates, notes)
+    advice = judged(shape.heads, counts, rates, notes)
     for row, loss in zip(advice["table"], core, strict=True):
         row |= {"head_size": shape.hidden // row["value"], "attention_loss": float(loss)}
     is_slow = core[own] >= SLOW_ATTENTION or rates[own] * WORTH_SAYING < rates.max()
     good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[own] - 1.0) / 2]
-    near = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)
+    closest = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)
     advice |= {
         "verdict": "slow" if is_slow else "fine",
         "head_size": size,
         "attention_loss": float(core[own]),
     }
-    if is_slow and advice["better"] is None and near != shape.heads:
-        gain = float(rates[counts.index(near)] / rates[own])
-        advice["better"] = {"value": near, "gain": gain}
+    if is_slow and advice["better"] is None and closest != shape.heads:
+        gain = float(rates[counts.index(closest)] / rates[own])
+        advice["better"] = {"value": closest, "gain": gain}
     return advice
 
 
 def ffn_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
-    sizes = _near(shape.ffn, int(np.lcm(64, shape.tp)))
+    sizes = near(shape.ffn, int(np.lcm(64, shape.tp)))
     rates = layer_rates([replace(shape, ffn=f) for f in sizes], kernels)
-    return _advice(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
+    return judged(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
 
 
 def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
@@ -243,7 +249,7 @@ def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     seconds, *_ = ends_s(c, kernels.coefficients, c.micro)
     # The useful work is that of the asked vocabulary whatever the padding.
     rates = 6.0 * c.micro * c.seq * shape.vocab * c.hidden / c.tp / seconds
-    return _advice(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))
+    return judged(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))
 
 
 def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
@@ -257,5 +263,5 @@ def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
             f"(heads/tp) x micro batch = {per_rank} is not a multiple of 4: Megatron's fused "
             "softmax falls back to separate kernels (flash attention is not affected)"
         )
-    advice = _advice(shape.micro_batch, sizes, rates, notes)
+    advice = judged(shape.micro_batch, sizes, rates, notes)
     return advice | {"kernel_rule": per_rank % 4 == 0}

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fourfold.verbs.shapes import Model, Models
 
 _NEIGHBOURS = 9
+# What tables of sizes show beside a value.
+_BESIDE = {"heads": "", "head_size": "", "attention_loss": ".2f", "expert_ffn": "", "top_k": "",
+           "rows": ",d"}  # fmt: skip
 _SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 
 
@@ -168,6 +171,7 @@ def advice_page(advice: Advice) -> list[Part]:
 def _size(name: str, one: dict[str, Any]) -> list[Part]:
     label = name.replace("_", " ")
     where = " in the output layer" if name == "vocab" else ""
+    where = " in experts" if "rows" in one["table"][0] else where
     better = one["better"]
     ending = "no nearby value is better"
     if better:
@@ -210,7 +214,7 @@ def _neighbours(label: str, one: dict[str, Any]) -> Grid:
     near += [row for row in by_distance if row not in near][: _NEIGHBOURS - len(near)]
     extra = [
         (name.replace("_", " "), lambda row, name=name, form=form: format(row[name], form))
-        for name, form in (("heads", ""), ("head_size", ""), ("attention_loss", ".2f"))
+        for name, form in _BESIDE.items()
         if name in rows[0]
     ]
     return table(

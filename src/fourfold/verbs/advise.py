@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.search import advise as sizes
 from fourfold.search.advise import LayerShape, auto_heads
+from fourfold.search.advise_experts import expert_advice
 from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import match_stack
@@ -17,9 +18,10 @@ from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
 from fourfold.verbs import Answer
+from fourfold.verbs.advise_request import AdviseRequest
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.question import resolved
-from fourfold.verbs.requests import AdviseRequest, PlanRequest
+from fourfold.verbs.requests import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ def _sizes(request: AdviseRequest) -> Advice:
         device.peak(precision)  # refuses a GPU without it
     coefficients, whose = _coefficients(request, device)
     shape = _shape(request)
+    routed = _with_experts(request, shape)
     kernels = sizes.Kernels(device, precision, coefficients, request.attention)
     every = request.model is not None
     free_heads = request.heads is None and not every
@@ -88,6 +91,8 @@ def _sizes(request: AdviseRequest) -> Advice:
     if every or request.vocab is not None:
         advice["vocab"] = sizes.vocab_advice(shape, kernels)
     advice["micro_batch"] = sizes.micro_advice(shape, kernels)
+    if routed.experts:
+        advice |= expert_advice(routed, kernels)
     return Advice(
         gpu=device.id,
         tp=shape.tp,
@@ -140,6 +145,29 @@ def _shape(request: AdviseRequest) -> LayerShape:
         micro_batch=size("micro_batch", 1),
         tp=tp,
     )
+
+
+def _with_experts(request: AdviseRequest, shape: LayerShape) -> LayerShape:
+    """The same with experts, where the request or its model has some."""
+    base = catalog.model(request.model) if request.model else None
+    own = base if base and base.moe else None
+    known = {
+        "experts": request.experts or (own.experts if own else 0),
+        "top_k": request.top_k or (own.top_k if own else 0),
+        "expert_ffn": request.expert_ffn or (own.moe.ffn if own and own.moe else 0),
+    }
+    if not any(known.values()):
+        check.that(request.ep is None, "ep", request.ep, "needs --experts, --expert-ffn, --top-k")
+        return shape
+    for name, value in known.items():
+        if not value:
+            raise UserError(
+                "is required", field=name.replace("_", "-"), hint="or pass --model NAME"
+            )
+    check.that(
+        known["top_k"] <= known["experts"], "top-k", known["top_k"], "must be at most experts"
+    )
+    return replace(shape, **known, ep=request.ep or 1)
 
 
 def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
