@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,12 +113,12 @@ class World:
     def is_last(self) -> bool:
         return self.stage == self.layout.pp - 1
 
-    @cached_property
+    @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         named = (self.tp, self.cp, self.pp, self.dp_cp, self.fsdp, self.replicas, self.embedding)
         return (*(group for group in named if group is not None), self.all_ranks)
 
-    @cached_property
+    @functools.cached_property
     def _kv(self) -> dict[int, Group]:
         return {}
 
@@ -190,13 +191,28 @@ def _rank_table(layout: Layout) -> torch.Tensor:
 def make_group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None = None) -> Group:
     """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
     members = tuple(sorted(ranks.flatten().tolist()))
-    if len(members) == 1 and this_rank is not None:
-        handle = this_rank
-    else:
-        # The description tells who watches that stages send and receive: no equal counts there.
-        handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)
-    assert isinstance(handle, dist.ProcessGroup)
+    alone = len(members) == 1 and this_rank is not None
+    handle = this_rank if alone else _handle(axis, members)
+    assert handle is not None
     return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)
+
+
+def _handle(axis: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """One for all layouts that follow each other in a world: threads of gloo's groups wake up a
+    hundred times a second, used or not. An axis cuts all ranks alike, so all of them find theirs or
+    none does. The description tells who watches that stages send and receive: no equal counts."""
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    if (axis, members) not in made:
+        handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)
+        assert isinstance(handle, dist.ProcessGroup)
+        made[axis, members] = handle
+    return made[axis, members]
+
+
+_made: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def cpu_group() -> dist.ProcessGroup:
