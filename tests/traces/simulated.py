@@ -40,6 +40,8 @@ class Shape:
     experts: int = 0
     top_k: int = 8
     expert_ffn: int = 768
+    micro_batches: int = 1
+    head: bool = True
 
     @property
     def tokens(self) -> int:
@@ -163,6 +165,18 @@ def _layer(r: Recorder, shape: Shape, layer: int, *, back: bool) -> None:
 def _step(r: Recorder, shape: Shape) -> None:
     r.thread = MAIN
     r.host_s += r.faults.loader_s
+    for _ in range(shape.micro_batches):
+        _micro_batch(r, shape)
+    r.thread = MAIN
+    each = shape.layers * sum(a * b for a, b in _weights(shape))
+    each += shape.layers * 3 * shape.experts * shape.hidden * shape.expert_ffn
+    params = each + 2 * shape.vocab * shape.hidden
+    name = "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"
+    r.run("aten::_fused_adamw_", name, 40.0 * params / 3.45e12)
+
+
+def _micro_batch(r: Recorder, shape: Shape) -> None:
+    r.thread = MAIN
     tokens, table = [shape.sequences, shape.length], [shape.vocab, shape.hidden]
     r.run("aten::embedding", "void at::native::vectorized_gather_kernel", 5e-5, [table, tokens])
     for layer in range(shape.layers):
@@ -171,25 +185,32 @@ def _step(r: Recorder, shape: Shape) -> None:
             r.block("cudaDeviceSynchronize", r.faults.sync_s)
         if r.faults.flush_s:
             r.block("cudaFree", r.faults.flush_s)
+    if shape.head:
+        _head(r, shape)
+    r.thread = AUTOGRAD
+    for of in ("inputs", "weights") if shape.head else ():
+        _product(r, shape, shape.hidden, shape.vocab, of)
+    for layer in reversed(range(shape.layers)):
+        if r.faults.recompute:
+            _layer(r, shape, layer, back=False)
+        _layer(r, shape, layer, back=True)
+    for _ in range(1 + shape.head if shape.micro_batches > 1 else 0):
+        begin, kernel = r.host_s, "void at::native::vectorized_elementwise_kernel<8>"
+        r.run("aten::add_", kernel, 6.0 * table[0] * table[1] / 3.3e12, [table, table, []])
+        r.number += 1
+        number = {"External id": r.number, "Input Dims": []}
+        name = "torch::autograd::AccumulateGrad"
+        r.add("cpu_op", name, begin - 1e-7, r.host_s + 1e-7, AUTOGRAD, **number)
+        r.host_s += 1e-6
+
+
+def _head(r: Recorder, shape: Shape) -> None:
     _product(r, shape, shape.hidden, shape.vocab, "forward")
     logits = shape.tokens * shape.vocab * 2.0 / 3.3e12
     compiled = r.faults.memory == 1.0
     name = "triton_red_fused__log_softmax_0" if compiled else "void cunn_SoftMaxForward"
     op = "triton_red_fused__log_softmax" if compiled else "aten::_log_softmax"
     r.run(op, name, 3.0 * logits, [[shape.tokens, shape.vocab]])
-    r.thread = AUTOGRAD
-    for of in ("inputs", "weights"):
-        _product(r, shape, shape.hidden, shape.vocab, of)
-    for layer in reversed(range(shape.layers)):
-        if r.faults.recompute:
-            _layer(r, shape, layer, back=False)
-        _layer(r, shape, layer, back=True)
-    r.thread = MAIN
-    each = shape.layers * sum(a * b for a, b in _weights(shape))
-    each += shape.layers * 3 * shape.experts * shape.hidden * shape.expert_ffn
-    params = each + 2 * shape.vocab * shape.hidden
-    name = "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"
-    r.run("aten::_fused_adamw_", name, 40.0 * params / 3.45e12)
 
 
 def trace(

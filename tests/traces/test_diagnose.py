@@ -56,6 +56,15 @@ def test_a_sound_run_shows_nothing_and_its_settings_are_read(tmp_path: Path) -> 
     assert all(one.evidence for one in found.settings.values())
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_micro_batches_are_counted_on_every_end_of_a_pipeline(head: bool, tmp_path: Path) -> None:
+    shape = Shape(micro_batches=3, head=head)
+    value = {
+        n: one.value for n, one in diagnosed(tmp_path, simulated.trace(shape)).settings.items()
+    }
+    assert (value["micro_batches"], value["layers"], value["tied"]) == (3, 4, False)
+
+
 @pytest.mark.parametrize(
     ("cause", "faults"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+
+import numpy as np
 
 from fourfold.traces import parts
 from fourfold.traces.linked import Linked
@@ -45,7 +48,7 @@ def count(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) ->
         calls[placed.part[at], one.of] += 1
     n = len(steps.steps)
     forwards, backwards = _attention_calls(linked, placed, n)
-    micros = _micro_batches(placed, shapes, n)
+    micros = _micro_batches(linked, placed, shapes, steps)
     out = calls[parts.OUT, "weights"] or calls[parts.OUT, "forward"]
     layers = round((backwards or out / n or forwards) / max(1, micros))
     down = Counter(one.ins for at, one in placed.weighed.items() if placed.part[at] == parts.DOWN)
@@ -65,15 +68,28 @@ def count(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) ->
     )
 
 
-def _micro_batches(placed: Placed, shapes: Shapes, n: int) -> int:
-    """Rows that the head multiplied against the tokens of a micro batch."""
+def _micro_batches(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) -> int:
+    """Rows that the head multiplied against the tokens of a micro batch; on a pipeline's other
+    stages, tokens that were looked up."""
     rows = sum(
         one.product.m
         for at, one in placed.weighed.items()
         if placed.part[at] == parts.HEAD and one.of == "forward"
     )
-    found = round(rows / n / shapes.tokens) if shapes.tokens else 0
-    return max(1, found)
+    return max(
+        1, round((rows or _looked_up(linked, steps)) / len(steps.steps) / max(1, shapes.tokens))
+    )
+
+
+def _looked_up(linked: Linked, steps: TracedSteps) -> int:
+    ops, texts = linked.trace.ops, linked.trace.texts
+    wanted = [number for number, text in enumerate(texts) if text == "aten::embedding"]
+    rows = 0
+    for at in np.flatnonzero(np.isin(ops.name, wanted)):
+        inside = any(begin <= ops.start[at] < end for begin, end in (s.host for s in steps.steps))
+        dims = linked.parsed(int(ops.shape[at])) if inside else ()
+        rows += math.prod(dims[1]) if len(dims) >= 2 else 0
+    return rows
 
 
 def _attention_calls(linked: Linked, placed: Placed, n: int) -> tuple[int, int]:

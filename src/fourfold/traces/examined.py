@@ -26,7 +26,7 @@ from fourfold.traces.steps import TracedSteps, find_steps
 from fourfold.traces.timeline import TracedTimes, step_times
 
 _ENDINGS = (".json", ".json.gz", ".gz", ".sqlite", ".pt.trace.json")
-_PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put", "scatter_add")
+_PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

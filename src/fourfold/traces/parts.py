@@ -39,7 +39,8 @@ _OPTIMIZER = re.compile(
 _EMBEDDING = re.compile(r"embedding|EmbeddingBag|sum_and_scatter|compute_grad_weight", re.I)
 _ROUTING = re.compile(
     r"topk|sort|histc|bincount|one_hot|permute_(kernel|tokens)|unpermute|moe_|index_put|scatter_add"
-    r"|indices_kernel|_index_put_impl_|cumsum|indexing_backward|gatherTopK|dispatch|combine", re.I
+    r"|indices_kernel|_index_put_impl_|cumsum|indexing_backward|gatherTopK|dispatch|combine"
+    r"|(order|take|put)_rows|best_experts", re.I
 )  # fmt: skip
 _COPIES = {
     "aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::cat",

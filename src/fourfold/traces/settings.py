@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
@@ -81,7 +83,7 @@ def infer(
     found += _experts(shapes)
     say("seq_len", shapes.length, shape)
     say("micro_batch", shapes.sequences, shape)
-    say("micro_batches", counts.micro_batches, "products of the head in a step")
+    say("micro_batches", counts.micro_batches, "tokens of the head, or looked up, in a step")
     say("precision", *_precision(linked, placed))
     say("weights", *_masters(linked))
     found.append(Setting("recompute", *_recompute(counts)))
@@ -126,17 +128,21 @@ def _engine(linked: Linked) -> tuple[str, str]:
 
 
 def _tied(linked: Linked, shapes: Shapes, counts: Counts, steps: int) -> tuple[bool, str]:
-    """The gradients of both ends meet in an addition of two tables; so do, of each table apart,
-    those of successive micro batches."""
+    """The gradients of both ends meet in an addition of two tables. Those of successive micro
+    batches meet, too, but where autograd keeps them."""
     table = (shapes.vocab, shapes.hidden)
     ops, texts = linked.trace.ops, linked.trace.texts
     adds = {i for i, text in enumerate(texts) if text in ("aten::add", "aten::add_")}
+    kept = [i for i, text in enumerate(texts) if text == "torch::autograd::AccumulateGrad"]
+    keeping = np.flatnonzero(np.isin(ops.name, kept))
     seen = 0
-    for at in range(len(ops)) if adds else ():
-        if int(ops.name[at]) in adds:
-            dims = linked.parsed(int(ops.shape[at]))
-            seen += len(dims) >= 2 and dims[0] == dims[1] == table
-    if seen >= steps * (2 * counts.micro_batches - 1):
+    for at in np.flatnonzero(np.isin(ops.name, list(adds))):
+        dims = linked.parsed(int(ops.shape[at]))
+        if len(dims) >= 2 and dims[0] == dims[1] == table:
+            before = keeping[ops.start[keeping] <= ops.start[at]]
+            before = before[ops.thread[before] == ops.thread[at]]
+            seen += not len(before) or bool(ops.end[before[-1]] < ops.end[at])
+    if seen >= steps * counts.micro_batches:
         return True, "gradients of embedding and head are added"
     return False, "gradients of embedding and head are not added"
 
