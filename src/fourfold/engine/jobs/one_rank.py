@@ -180,27 +180,24 @@ def _stage(trainer: Trainer) -> totals.StageFacts:
 
 
 def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
-    """Warm-up, one step whose messages are counted by phase, one watched step, timed steps."""
-    spec, trainer = steps.task.spec, steps.trainer
+    """Warm-up, one step whose messages are counted by phase, timed steps, then one that is watched:
+    the device is as warm as in the timed ones."""
+    spec, trainer, graph = steps.task.spec, steps.trainer, steps.trainer.step_graph
     device = trainer.device
     fake_peers.keep_to_own_tokens(trainer)
     listeners: list[Callable[[str], None]] = []
     line = PhaseTimeline(device, listeners)
     attach(trainer, line.mark)
-    if trainer.step_graph is not None:
-        trainer.step_graph.eager_steps = 2**62  # messages and kernels are read off as they start
+    if graph is not None:
+        graph.eager_steps = 2**62  # messages and kernels are read off as they start
     steps.run(max(1, spec.warmup - 1))
     traffic_log.take()
     listeners.append(traffic_log.enter)
     steps.run(1)
     listeners.remove(traffic_log.enter)
     traffic = traffic_log.take()
-    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
-    listeners.append(profiler.note)
-    steps.run(1)
-    listeners.remove(profiler.note)
-    if trainer.step_graph is not None:
-        trainer.step_graph.eager_steps = 0
+    if graph is not None:
+        graph.eager_steps = 0
         steps.run(1)
     synchronize(device)
     line.take()
@@ -216,6 +213,15 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
         counted_bytes=steps.peak_bytes,
         retries=retries(device),
     )
+    if graph is not None:
+        graph.forget()
+        graph.eager_steps = 2**62
+    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
+    profiler.warm_up()
+    steps.run(1)
+    listeners.append(profiler.note)
+    steps.run(1)
+    listeners.remove(profiler.note)
     _trace(steps)
     return totals.StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)
 
@@ -223,5 +229,8 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
 def _trace(steps: Steps) -> None:
     task, name = steps.task, steps.task.job.option("trace")
     if name:
+        if steps.trainer.step_graph is not None:
+            steps.trainer.step_graph.eager_steps = 0
+            steps.run(1)
         path = Path(name) if task.index == 0 else numbered(Path(name), str(task.index + 1))
         record_steps(steps.trainer, path, len(steps.results), stand_in=task.spec.gpus > 1)

@@ -65,6 +65,14 @@ class MicroBatchProfiler:
             self.watched = self.begun - max(1, self.forwards - 1) + (phase != "embed")
             self._end()
 
+    def warm_up(self) -> None:
+        """A first start takes a second, in which a device cools and gets faster than in a long run.
+        Later ones take milliseconds."""
+        self._begin()
+        if self._open is not None:
+            self._open.stop()
+            self._open = None
+
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
