@@ -138,6 +138,10 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+def is_profiled() -> bool:
+    return torch.autograd._profiler_enabled()
+
+
 def fake_store() -> dist.Store:
     """Of a world of which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

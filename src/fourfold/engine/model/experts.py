@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fourfold.engine import compat
 from fourfold.engine.model.layers import Mlp, Parts
-from fourfold.engine.model.router import Router, counted
+from fourfold.engine.model.router import Router
+from fourfold.engine.model.rows import order_rows, put_rows, take_rows
 from fourfold.engine.model.swiglu_rows import scored_swiglu
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape
@@ -31,10 +32,26 @@ def is_grouped(x: Tensor) -> bool:
 def on_host(counts: Tensor, total: int) -> list[int]:
     """Numbers that add up to at most `total`; waits for the device. Tensors without memory have no
     values: there the total is shared out evenly."""
-    if not compat.is_fake(counts):
-        return counts.tolist()
-    size = counts.numel()
-    return [total // size + (i < total % size) for i in range(size)]
+    return copied_to_host(counts, total)()
+
+
+def copied_to_host(counts: Tensor, total: int) -> Callable[[], list[int]]:
+    """The same as a call that waits: what is launched before it runs meanwhile."""
+    if compat.is_fake(counts):
+        size = counts.numel()
+        return lambda: [total // size + (i < total % size) for i in range(size)]
+    if not counts.is_cuda:
+        return counts.tolist
+    host = torch.empty_like(counts, device="cpu", pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def values() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return values
 
 
 def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -71,8 +88,9 @@ class GroupedLinear(nn.Module):
 
 class Experts(nn.Module):
     """MLPs with a gate, all at once. Scores are applied before the last product, so that its
-    outputs need not be kept for their gradient. `activate` (of gate and up side by side, and
-    scores) may be replaced. `drops`: choices may be nobody's."""
+    outputs need not be kept for their gradient: a row's is that of choice `source`. `activate` (of
+    gate and up side by side, scores and sources) may be replaced. `drops`: choices may be
+    nobody's."""
 
     def __init__(self, shape: ModelShape, moe: Moe) -> None:
         super().__init__()
@@ -80,46 +98,47 @@ class Experts(nn.Module):
         everyone = range(shape.experts)
         self.gate_up = GroupedLinear(everyone, shape.hidden, (("gate", moe.ffn), ("up", moe.ffn)))
         self.down = GroupedLinear(everyone, moe.ffn, (("down", shape.hidden),))
-        self.activate: Callable[[Tensor, Tensor], Tensor] = scored_swiglu
+        self.activate: Callable[[Tensor, Tensor, Tensor], Tensor] = scored_swiglu
 
     def cut(self, experts: range, ffn: int) -> None:
         """Keep these experts, and `ffn` of their width; still without values."""
         self.gate_up.resize(experts, self.hidden, (("gate", ffn), ("up", ffn)))
         self.down.resize(experts, ffn, (("down", self.hidden),))
 
-    def forward(self, rows_RD: Tensor, scores_R: Tensor, counts_E: Tensor) -> Tensor:
-        return self.down(self.activate(self.gate_up(rows_RD, counts_E), scores_R), counts_E)
+    def forward(
+        self, rows_RD: Tensor, scores_R: Tensor, source_R: Tensor, counts_E: Tensor
+    ) -> Tensor:
+        acted = self.activate(self.gate_up(rows_RD, counts_E), scores_R, source_R)
+        return self.down(acted, counts_E)
 
 
 class Spread(torch.autograd.Function):
-    """A row for each of a token's experts, in the order of experts: one gather each way. `places`
-    are where a token's rows have gone."""
+    """A row for each of a token's experts, in the order of experts. `places` are where a token's
+    rows have gone."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, places_R: Tensor) -> Tensor:
-        ctx.top_k = order_R.shape[0] // x_TD.shape[0]
+    def forward(ctx: Any, x_TD: Tensor, places_R: Tensor, top_k: int) -> Tensor:
+        ctx.top_k = top_k
         ctx.save_for_backward(places_R)
-        return x_TD[order_R // ctx.top_k]
+        return take_rows(x_TD, places_R, top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0][places].unflatten(0, (-1, ctx.top_k)).sum(1), None, None
+        return put_rows(grads[0], ctx.saved_tensors[0], ctx.top_k), None, None
 
 
 class Join(torch.autograd.Function):
     """The sum of each token's rows: Spread's way back."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, order_R: Tensor, places_R: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, places_R: Tensor, top_k: int) -> Tensor:
         ctx.top_k = top_k
-        ctx.save_for_backward(order_R)
-        return y_RD[places_R].unflatten(0, (-1, top_k)).sum(1)
+        ctx.save_for_backward(places_R)
+        return put_rows(y_RD, places_R, top_k)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return grads[0][order // ctx.top_k], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return take_rows(grads[0], ctx.saved_tensors[0], ctx.top_k), None, None
 
 
 class Reorder(torch.autograd.Function):
@@ -135,11 +154,6 @@ class Reorder(torch.autograd.Function):
         return grads[0][ctx.saved_tensors[0]], None, None
 
 
-def inverse(order_R: Tensor) -> Tensor:
-    places = torch.empty_like(order_R)
-    return places.scatter_(0, order_R, torch.arange(order_R.shape[0], device=order_R.device))
-
-
 # (tokens [T, D], chosen [T, K], scores [T, K], experts) -> what experts add up to [T, D]
 Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
@@ -147,18 +161,20 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 def dispatch_local(x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts) -> Tensor:
     """All experts are at hand. Choices of nobody come last: what products make of their rows is
     undefined, and must reach no sum in either direction."""
-    flat = chosen_TK.flatten()
-    order = flat.argsort(stable=True)
-    places = inverse(order)
-    counts = counted(flat, experts.down.experts + 1)[:-1]
-    rows = Spread.apply(x_TD, order, places)
-    scores = Reorder.apply(scores_TK.flatten(), order, places)
+    count, top_k = experts.down.experts, chosen_TK.shape[1]
+    source, places, ends = order_rows(chosen_TK.to(torch.int32), count + 1)
+    rows = Spread.apply(x_TD, places, top_k)
     if not experts.drops:
-        return Join.apply(experts(rows, scores, counts), order, places, chosen_TK.shape[1])
-    nobody = flat[order] == experts.down.experts
-    rows, scores = rows.masked_fill(nobody[:, None], 0), scores.masked_fill(nobody, 0)
-    y = experts(rows, scores, counts).masked_fill(nobody[:, None], 0)
-    return Join.apply(y, order, places, chosen_TK.shape[1])
+        y = experts(rows, scores_TK.flatten(), source, sizes(ends)[:count])
+        return Join.apply(y, places, top_k)
+    nobody = chosen_TK.flatten() == count
+    scores, row_of_nobody = scores_TK.flatten().masked_fill(nobody, 0), nobody[source.long(), None]
+    y = experts(rows.masked_fill(row_of_nobody, 0), scores, source, sizes(ends)[:count])
+    return Join.apply(y.masked_fill(row_of_nobody, 0), places, top_k)
+
+
+def sizes(ends_E: Tensor) -> Tensor:
+    return ends_E.diff(prepend=ends_E.new_zeros(1))
 
 
 class MoeMlp(nn.Module):

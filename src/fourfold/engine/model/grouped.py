@@ -15,11 +15,9 @@ from torch import Tensor
 
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.experts import Experts, MoeMlp, dispatch_local
-from fourfold.engine.model.fast_router import best_of, expert_kernels, power, router_product
+from fourfold.engine.model.fast_router import best_of, router_product
+from fourfold.engine.model.rows import order_rows, put_rows, take_rows
 from fourfold.engine.model.swiglu_rows import swiglu_rows, swiglu_rows_backward
-
-_ROWS = 128  # rows whose places one program of a GPU computes
-_WIDTH = 2048  # columns that it moves
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -34,87 +32,6 @@ def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         return torch.cat([part @ each for part, each in zip(parts, right, strict=True)])
     pairs = zip(left.tensor_split(cuts, dim=1), right.tensor_split(cuts), strict=True)
     return torch.stack([one @ other for one, other in pairs])
-
-
-@torch.library.custom_op("fourfold::order_rows", mutates_args=())
-def order_rows(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(source, place, ends), all int32: row r, in the order of experts, is choice source[r] of
-    N x K; choice c is row place[c]; rows of expert e end at ends[e], in the order of tokens."""
-    flat = ids_NK.flatten()
-    source = flat.sort(stable=True).indices
-    place = torch.empty_like(source)
-    place[source] = torch.arange(source.numel(), device=source.device)
-    ends = torch.bincount(flat, minlength=experts).cumsum(0)
-    return source.to(torch.int32), place.to(torch.int32), ends.to(torch.int32)
-
-
-@order_rows.register_fake
-def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = ids_NK.numel()
-    source, place = (ids_NK.new_empty(rows, dtype=torch.int32) for _ in range(2))
-    return source, place, ids_NK.new_empty(experts, dtype=torch.int32)
-
-
-@order_rows.register_kernel("cuda")
-def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = ids_NK.numel(), power(experts)
-    blocks = -(-rows // _ROWS)
-    counts = ids_NK.new_empty((width, blocks), dtype=torch.int32)
-    sizes = {"E": width, "ROWS": _ROWS}
-    kernels = expert_kernels()
-    kernels.count[(blocks,)](ids_NK, counts, rows, blocks, **sizes)
-    ends = counts.flatten().cumsum(0, dtype=torch.int32).view(width, blocks)
-    source, place = (ids_NK.new_empty(rows, dtype=torch.int32) for _ in range(2))
-    kernels.place[(blocks,)](ids_NK, ends, counts, place, source, rows, blocks, **sizes)
-    return source, place, ends[:experts, -1].contiguous()
-
-
-@torch.library.custom_op("fourfold::take_rows", mutates_args=())
-def take_rows(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    """Each row's token."""
-    rows = x_ND.new_empty((place_R.numel(), x_ND.shape[1]))
-    rows[place_R] = x_ND.repeat_interleave(choices, dim=0)
-    return rows
-
-
-@take_rows.register_fake
-def _(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    return x_ND.new_empty((place_R.numel(), x_ND.shape[1]))
-
-
-@take_rows.register_kernel("cuda")
-def _(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    tokens, width = x_ND.shape
-    rows = x_ND.new_empty((place_R.numel(), width))
-    grid = (tokens, -(-width // _WIDTH))
-    expert_kernels().take[grid](
-        x_ND.contiguous(), place_R, rows, width, K=choices, BLOCK=_WIDTH, num_warps=4
-    )
-    return rows
-
-
-@torch.library.custom_op("fourfold::put_rows", mutates_args=())
-def put_rows(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    """The sum of each token's rows."""
-    wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    picked = rows_RD[place_R.view(-1, choices)]
-    return picked.sum(dim=1, dtype=wide).to(rows_RD.dtype)
-
-
-@put_rows.register_fake
-def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    return rows_RD.new_empty((place_R.numel() // choices, rows_RD.shape[1]))
-
-
-@put_rows.register_kernel("cuda")
-def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    tokens, width = place_R.numel() // choices, rows_RD.shape[1]
-    out = rows_RD.new_empty((tokens, width))
-    grid = (tokens, -(-width // _WIDTH))
-    expert_kernels().put[grid](
-        rows_RD.contiguous(), place_R, out, width, K=choices, BLOCK=_WIDTH, num_warps=4
-    )
-    return out
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -171,9 +88,8 @@ def dispatch_grouped(
 def apply_grouped(decoder: Decoder, dtype: torch.dtype) -> None:
     for layer in decoder.blocks.values():
         mlp = layer.mlp
-        if not isinstance(mlp, MoeMlp) or mlp.experts.drops:
+        if not isinstance(mlp, MoeMlp) or dtype != torch.bfloat16:
             continue
-        if dtype == torch.bfloat16 and mlp.dispatch is dispatch_local:
+        mlp.router.product, mlp.router.best = router_product, best_of
+        if mlp.dispatch is dispatch_local and not mlp.experts.drops:
             mlp.dispatch = dispatch_grouped
-            mlp.router.product = router_product
-            mlp.router.best = best_of

@@ -12,13 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.engine.model.fast_router import expert_kernels, power
+from fourfold.engine.model.rows import has_kernel
 
 _WIDTH = 2048  # columns that one program of a GPU computes
-
-
-def _has_kernel(rows: Tensor) -> bool:
-    """A rank's experts may get no row; wider formats are for proofs."""
-    return rows.dtype == torch.bfloat16 and rows.shape[0] > 0
 
 
 @torch.library.custom_op("fourfold::swiglu_rows", mutates_args=())
@@ -42,7 +38,7 @@ def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
 @swiglu_rows.register_kernel("cuda")
 def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    if not _has_kernel(gate_up_RG):
+    if not has_kernel(gate_up_RG):
         return _plain(gate_up_RG, scores_NK, source_R)
     out = gate_up_RG.new_empty((rows, width))
     block = min(power(width), _WIDTH)
@@ -87,7 +83,7 @@ def _(
     gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = grad_RF.shape
-    if not _has_kernel(gate_up_RG):
+    if not has_kernel(gate_up_RG):
         return _plain_backward(gate_up_RG, scores_NK, source_R, grad_RF)
     grad, again = torch.empty_like(gate_up_RG), torch.empty_like(grad_RF)
     grad_scores = torch.empty_like(scores_NK)
@@ -99,25 +95,21 @@ def _(
 
 
 class ScoredSwiglu(torch.autograd.Function):
-    """silu(gate) x up x score of each row. Keeps its inputs only: the first product's output is as
-    wide as all else that a layer with experts keeps."""
+    """silu(gate) x up x score of each row, which is that of choice `source`. Keeps its inputs only:
+    the first product's output is as wide as all else that a layer with experts keeps."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up_R2F, scores_R)
-        return swiglu_rows(gate_up_R2F, scores_R[:, None], _each(scores_R))
+    def forward(ctx: Any, gate_up_R2F: Tensor, scores_R: Tensor, source_R: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_R2F, scores_R, source_R)
+        return swiglu_rows(gate_up_R2F, scores_R[:, None], source_R)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, scores = ctx.saved_tensors
-        given = (gate_up, scores[:, None].contiguous(), _each(scores))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate_up, scores, source = ctx.saved_tensors
+        given = (gate_up, scores[:, None].contiguous(), source)
         grad, _, grad_scores = swiglu_rows_backward(*given, grads[0])
-        return grad, grad_scores[:, 0]
+        return grad, grad_scores[:, 0], None
 
 
-def _each(rows_R: Tensor) -> Tensor:
-    return torch.arange(rows_R.shape[0], dtype=torch.int32, device=rows_R.device)
-
-
-def scored_swiglu(gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:
-    return ScoredSwiglu.apply(gate_up_R2F, scores_R)
+def scored_swiglu(gate_up_R2F: Tensor, scores_R: Tensor, source_R: Tensor) -> Tensor:
+    return ScoredSwiglu.apply(gate_up_R2F, scores_R, source_R)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +187,11 @@ def keep_to_own_tokens(trainer: Trainer) -> None:
             trainer.source = OwnTokens(trainer.source, *rows)
 
 
+def _named() -> AbstractContextManager[object]:
+    """A mark for a profile; without one it would only cost the host time."""
+    return record_function(FILL) if compat.is_profiled() else nullcontext()
+
+
 @torch.no_grad()
 def gather(output: Tensor, part: Tensor, parts: int) -> None:
     """Every part of `output` becomes a copy of this rank's, which may itself lie inside it.
@@ -196,7 +202,7 @@ def gather(output: Tensor, part: Tensor, parts: int) -> None:
     rows, own = output.detach().view(parts, -1), part.detach().reshape(-1)
     at, each = own.data_ptr() - rows.data_ptr(), own.numel() * own.element_size()
     inside = 0 <= at < parts * each
-    with record_function(FILL):
+    with _named():
         if parts * each > _LARGE_BYTES:
             if at != 0:
                 rows[0].copy_(own)
@@ -212,7 +218,7 @@ def gather(output: Tensor, part: Tensor, parts: int) -> None:
 
 @torch.no_grad()
 def copy(output: Tensor, own: Tensor) -> None:
-    with record_function(FILL):
+    with _named():
         if output.data_ptr() != own.data_ptr():
             output.detach().view(-1).copy_(own.detach().reshape(-1))
 
@@ -220,7 +226,7 @@ def copy(output: Tensor, own: Tensor) -> None:
 @torch.no_grad()
 def receive(tensor: Tensor, scale: float) -> None:
     values = tensor.detach()
-    with record_function(FILL):
+    with _named():
         if values.is_floating_point():
             values.normal_(0.0, scale)
         else:

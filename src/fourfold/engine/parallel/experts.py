@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from fourfold.engine.model.experts import (
     MoeMlp,
     Reorder,
     Spread,
+    copied_to_host,
     dispatch_local,
-    inverse,
     on_host,
+    sizes,
 )
 from fourfold.engine.model.router import Router, counted
+from fourfold.engine.model.rows import order_rows
 from fourfold.engine.parallel.context import positions_of
 from fourfold.engine.parallel.expert_groups import ExpertGroups, expert_groups
 from fourfold.engine.parallel.groups import (
@@ -122,27 +125,34 @@ class AllToAllDispatch(nn.Module):
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
     ) -> Tensor:
-        flat = chosen_TK.flatten()
-        order = flat.argsort(stable=True)
-        places = inverse(order)
-        sent, received, arriving = self._splits(counted(flat, self.experts + 1)[:-1], flat.shape[0])
-        total = sum(sent) // self.etp  # choices of nobody come after them
-        rows = self._copied(Spread.apply(x_TD, order, places)[:total], sent)
-        scores = self._copied(Reorder.apply(scores_TK.flatten(), order, places)[:total], sent)
-        rows, scores = (self.away(each, sent, received) for each in (rows, scores))
+        top_k, choices = chosen_TK.shape[1], chosen_TK.numel()
+        source, places, ends = order_rows(chosen_TK.to(torch.int32), self.experts + 1)
+        splits, arriving = self._splits(sizes(ends)[: self.experts].long(), choices)
+        rows = Spread.apply(x_TD, places, top_k)
+        scores = Reorder.apply(scores_TK.flatten(), source, places)
+        both = splits()
+        sent, received = both[: self.group.size], both[self.group.size :]
+        total = sum(sent) // self.etp
+        dropped = choices - total  # choices of nobody, which come last
+        if dropped:
+            rows, scores = rows[:total], scores[:total]
+        away = (self._copied(each, sent) for each in (rows, scores))
+        rows, scores = (self.away(each, sent, received) for each in away)
         y = self._compute(rows, scores, arriving, experts)
         y = self._summed(self.home(y, received, sent), sent)
-        y = nn.functional.pad(y, (0, 0, 0, flat.shape[0] - total))
-        return Join.apply(y, order, places, chosen_TK.shape[1])
+        if dropped:
+            y = nn.functional.pad(y, (0, 0, 0, dropped))
+        return Join.apply(y, places, top_k)
 
-    def _splits(self, counts_E: Tensor, rows: int) -> tuple[list[int], list[int], Tensor]:
-        """Rows sent to and received from each rank, and received by rank and local expert."""
+    def _splits(self, counts_E: Tensor, rows: int) -> tuple[Callable[[], list[int]], Tensor]:
+        """Rows sent to and received from each rank (a call that waits for the device), and received
+        by rank and local expert."""
         mine = counts_E.view(-1, 1, self.experts * self.etp // self.group.size)
         mine = mine.expand(-1, self.etp, -1).flatten(0, 1)
         one = [1] * self.group.size
         theirs = wait(start_exchange(mine, self.group, one, one))
-        both = on_host(torch.stack([mine.sum(1), theirs.sum(1)]).flatten(), 2 * rows * self.etp)
-        return both[: self.group.size], both[self.group.size :], theirs
+        both = torch.stack([mine.sum(1), theirs.sum(1)]).flatten()
+        return copied_to_host(both, 2 * rows * self.etp), theirs
 
     def _copied(self, rows: Tensor, sent: list[int]) -> Tensor:
         """Rows of a destination once for each rank that shares its experts."""
@@ -159,13 +169,23 @@ class AllToAllDispatch(nn.Module):
         return torch.cat([torch.stack(blocks[i : i + self.etp]).sum(0) for i in heads])
 
     def _compute(self, rows: Tensor, scores: Tensor, arriving: Tensor, experts: Experts) -> Tensor:
-        """Rows come rank by rank, in each expert by expert; products want them expert by expert."""
-        here = torch.arange(arriving.shape[1], device=rows.device).repeat(arriving.shape[0])
-        expert = here.repeat_interleave(arriving.flatten(), output_size=rows.shape[0])
-        order = expert.argsort(stable=True)
-        back = inverse(order)
-        rows, scores = Reorder.apply(rows, order, back), Reorder.apply(scores, order, back)
-        return Reorder.apply(experts(rows, scores, arriving.sum(0)), back, order)
+        """Rows come rank by rank, in each expert by expert; products want them expert by expert:
+        blocks of rows change places."""
+        by_rank, by_expert = arriving, arriving.t()
+        first, wanted = (_firsts(by_rank), _firsts(by_expert).t())
+        each = torch.arange(rows.shape[0], device=rows.device)
+        shift = first - wanted
+        order, back = (
+            each + move.flatten().repeat_interleave(blocks.flatten(), output_size=rows.shape[0])
+            for move, blocks in ((shift.t(), by_expert), (-shift, by_rank))
+        )
+        y = experts(Reorder.apply(rows, order, back), scores, order, arriving.sum(0))
+        return Reorder.apply(y, back, order)
+
+
+def _firsts(blocks: Tensor) -> Tensor:
+    """Where each block begins when they lie one after another, row by row of the table."""
+    return (blocks.flatten().cumsum(0) - blocks.flatten()).view_as(blocks)
 
 
 class AllGatherDispatch(nn.Module):
@@ -193,6 +213,7 @@ class AllGatherDispatch(nn.Module):
         counts = counted(local, self.each + 1)[: self.each]
         share = local.shape[0] * self.etp // self.group.size
         order = local.argsort(stable=True)[: sum(on_host(counts, share))]
-        y = experts(x[order // top_k], scores[order], counts)
+        each = torch.arange(order.shape[0], device=order.device)
+        y = experts(x[order // top_k], scores[order], each, counts)
         out = torch.zeros_like(x).index_add(0, order // top_k, y)
         return ReduceScatter.apply(out, self.group, 0)[:tokens]
