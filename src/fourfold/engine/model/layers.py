@@ -83,9 +83,10 @@ class Core(nn.Module):
     def forward(self, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, tables: Tables) -> Tensor:
         if self.backends is None:
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
-        # A kernel that was asked for may not take values narrower than keys (latent attention).
         narrow, width = v_BKSC.shape[-1], q_BHSC.shape[-1]
-        v_BKSC = F.pad(v_BKSC, (0, width - narrow)) if narrow < width else v_BKSC
+        if narrow < width and (self.backends == KERNELS["flash"] or not v_BKSC.is_cuda):
+            # Latent attention's values. This kernel, a CPU's only fused one, wants them wider.
+            v_BKSC = F.pad(v_BKSC, (0, width - narrow))
         with sdpa_kernel(self.backends, set_priority=True):
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)[..., :narrow]
 
