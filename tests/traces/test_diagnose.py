@@ -17,6 +17,7 @@ from fourfold.cli import main
 from fourfold.errors import UserError
 from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
+from fourfold.spec import catalog, codec
 from fourfold.traces import parts
 from tests.logs import written
 from tests.sampling import examples
@@ -63,6 +64,21 @@ def test_micro_batches_are_counted_on_every_end_of_a_pipeline(head: bool, tmp_pa
         n: one.value for n, one in diagnosed(tmp_path, simulated.trace(shape)).settings.items()
     }
     assert (value["micro_batches"], value["layers"], value["tied"]) == (3, 4, False)
+
+
+def test_a_cuda_graph_is_priced_by_what_is_known_of_the_run(tmp_path: Path) -> None:
+    trace = simulated.graphed(simulated.trace(SHAPE))
+    blind = diagnosed(tmp_path, trace)
+    assert (blind.causes, blind.expected) == ((), None)
+    assert "no shapes" in blind.settings["launched"].doubt
+    shape = catalog.shape(
+        "llama", layers=4, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000, name="traced"
+    )
+    batch = {"seq_len": 8192, "micro_batch": 2, "global_batch": 2}
+    spec = {"model": codec.encode(shape), "gpus": 1, "batch": batch, "policy": {"compile": True}}
+    found = diagnosed(tmp_path, trace, spec=spec)
+    assert found.causes == ()
+    assert found.expected.step.mid == pytest.approx(found.step_s, rel=0.1)
 
 
 @pytest.mark.parametrize(

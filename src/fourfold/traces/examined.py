@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.result.traces import TRACE_KEY, TracedRun
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.traces import parts
+from fourfold.traces import graphs, parts
 from fourfold.traces.chrome import GZIP_MAGIC
 from fourfold.traces.counted import Counts, count
 from fourfold.traces.events import Trace, read_chrome
@@ -43,6 +43,7 @@ class Examined:
     spec: RunSpec | None
     times: tuple[TracedTimes, ...]
     told: TracedRun | None
+    is_graphed: bool = False
 
     @property
     def rank(self) -> int:
@@ -62,19 +63,23 @@ class Examined:
 
     @property
     def run(self) -> Run:
+        shapes, counts = self.shapes, self.counts
+        if self.is_graphed and self.spec is not None:
+            shapes, counts = graphs.sizes_of(self.spec, shapes, counts)
         small = sum(part == parts.ELEMENTWISE for part in self.placed.part.values())
         texts = self.linked.trace.texts
         n = len(self.steps.steps)
         return Run(
             placed=self.placed,
-            shapes=self.shapes,
-            counts=self.counts,
+            shapes=shapes,
+            counts=counts,
             settings=self.settings,
             spec=self.spec,
             steps=n,
             kernels=len(self.placed.part) / n,
             small_kernels=small / n,
             plain_routing=any(word in text for text in texts for word in _PLAIN_ROUTING),
+            is_graphed=self.is_graphed,
         )
 
 
@@ -124,7 +129,8 @@ def examine(trace: Trace, overruled: dict[str, tuple[Any, str]] | None = None) -
     host = HostCalls(linked)
     times = tuple(step_times(linked, placed.part, step, host) for step in steps.steps)
     spec = told.spec if told else run_of(settings)
-    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, told)
+    graphed = graphs.is_graphed(linked, steps)
+    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, told, graphed)
 
 
 def _told(trace: Trace) -> TracedRun | None:

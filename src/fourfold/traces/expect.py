@@ -107,6 +107,7 @@ class Run:
     kernels: float  # of a step
     small_kernels: float  # ... over memory, in layers
     plain_routing: bool
+    is_graphed: bool = False  # shapes and counts are those of `spec`
 
     def value(self, name: str, default: Any = None) -> Any:
         return self.settings[name].value if name in self.settings else default
@@ -131,6 +132,8 @@ def expect(run: Run, pricing: Pricing, step_s: float) -> Expected:
 def _products(run: Run, rates: Rates, pricing: Pricing) -> dict[str, float]:
     """Every call that was made, by its shape. In 16 bits: a GPU has no reason to be slower."""
     factor = 1.0 if pricing.is_measured else _ALONE
+    if run.is_graphed:
+        return {parts.OTHER: factor * _listed_products(run, rates)}
     calls: Counter[tuple[str, int, int, int, int, str]] = Counter()
     for at, one in run.placed.weighed.items():
         p = one.product
@@ -142,6 +145,16 @@ def _products(run: Run, rates: Rates, pricing: Pricing) -> dict[str, float]:
         each = _product_s(rates, m, n, k, groups, of, part)
         seconds[part] += factor * times * each / run.steps
     return seconds
+
+
+def _listed_products(run: Run, rates: Rates) -> float:
+    """Of kernels without shapes: what the run has to multiply."""
+    c, kinds = rates.c, ("product", "grouped product")
+    layer, end = (
+        sum(_one(rates.seconds(op)) for op in ops if op.kind in kinds)
+        for ops in (decoder_layer(c, c.micro), head(c, c.micro))
+    )
+    return run.counts.micro_batches * (run.counts.layers * layer + end)
 
 
 def _product_s(rates: Rates, m: int, n: int, k: int, groups: int, of: str, part: str) -> float:
@@ -183,7 +196,10 @@ def _over_memory(run: Run, rates: Rates, c: Columns) -> dict[str, float]:
     of_layer = sum(
         _one(rates.seconds(op)) * (1.0 + (again if op.phase == "forward" else 0.0)) for op in layer
     )
-    micros, has_head = counts.micro_batches, parts.HEAD in run.placed.part.values()
+    micros, has_head = (
+        counts.micro_batches,
+        run.is_graphed or parts.HEAD in run.placed.part.values(),
+    )
     loss = sum(_one(rates.seconds(op)) for op in ends if op.kind != "norm")
     norm = sum(_one(rates.seconds(op)) for op in ends if op.kind == "norm")
     passes = micros * (counts.layers * of_layer + norm) + _added_s(run, c)

@@ -23,14 +23,18 @@ IDLE = (DATA, LAUNCHES, SYNC, MEMORY, OUTSIDE, BETWEEN)
 COMPUTE = (*PRODUCTS, ATTENTION, ELEMENTWISE, EMBEDDING, ROUTING, LOSS, OPTIMIZER, COPIES)
 
 _ATTENTION = re.compile(
-    r"attention|flash_(fwd|bwd|attn)|fmha|sdpa|_attn_(fwd|bwd)|FlashAttn|mla_(fwd|bwd)", re.I
+    r"attention|flash_(fwd|bwd|attn)|fmha|sdpa|_attn_(fwd|bwd)|FlashAttn|mla_(fwd|bwd)"
+    r"|cudnn::fusion::(compute_dot|convert_dq)",
+    re.I,
 )
 _PRODUCT = re.compile(
     r"gemm|nvjet|cublas(?!Lt::splitK)|splitKreduce|xmma|^Cijk_|^triton_tem_fused_.*(mm|bmm)"
     r"|cutlass.*(Gemm|gemm)|deep_gemm|s16816|matmul", re.I
 )  # fmt: skip
 _LOSS = re.compile(
-    r"log_softmax|nll_loss|cross_entropy|SoftMax(Forward|Backward)|CrossEntropy", re.I
+    r"log_softmax|nll_loss|cross_entropy|SoftMax(Forward|Backward)|CrossEntropy"
+    r"|(^|\s)(row_sums|turn)$",
+    re.I,
 )
 _OPTIMIZER = re.compile(
     r"fused_adam|_foreach_|multi_tensor|FusedAdam|fused_sgd|clip_grad|linalg_vector_norm"
@@ -40,7 +44,7 @@ _EMBEDDING = re.compile(r"embedding|EmbeddingBag|sum_and_scatter|compute_grad_we
 _ROUTING = re.compile(
     r"topk|sort|histc|bincount|one_hot|permute_(kernel|tokens)|unpermute|moe_|index_put|scatter_add"
     r"|indices_kernel|_index_put_impl_|cumsum|indexing_backward|gatherTopK|dispatch|combine"
-    r"|(order|take|put)_rows|best_experts", re.I
+    r"|(order|take|put)_rows|best_experts|^(best|count|place|take|put)$", re.I
 )  # fmt: skip
 _COPIES = {
     "aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::cat",
@@ -53,7 +57,7 @@ _KNOWN_KERNEL = re.compile(
     r"^(void )?(at::native|\(anonymous namespace\)|at_cuda_detail|at::cuda|c10|cub::|thrust)"
     r"|^triton_"
     r"|elementwise|reduce_kernel|transformer_engine|liger|apex|rms_?norm|layer_?norm|rope|rotary"
-    r"|swiglu|silu|gelu|dropout|cast|transpose|quantize|cunn_", re.I
+    r"|swiglu|silu|gelu|dropout|cast|transpose|quantize|cunn_|^(add|widen)$", re.I
 )  # fmt: skip
 NCCL = re.compile(r"^nccl(Dev)?Kernel|^rccl|^ncclKernel|msccl|deep_ep|symm_mem|nvshmem", re.I)
 # Words of a fused kernel's name that only move or change the format of values.

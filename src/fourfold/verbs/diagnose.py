@@ -11,7 +11,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
-from fourfold.traces import parts
+from fourfold.traces import graphs, parts
 from fourfold.traces.cause import LEAST_SHARE, Cause
 from fourfold.traces.causes import find_causes
 from fourfold.traces.examined import Examined, examine, read_trace, trace_files
@@ -76,6 +76,8 @@ def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, A
             "vocab": shape.vocab // (spec.layout.tp if spec else 1), "tied": shape.tied,
         }  # fmt: skip
         settings = _overruled(settings, known, "--spec" if request.spec else "--model")
+    if found.is_graphed:
+        settings = settings | {"launched": graphs.said(spec)}
     return replace(found, spec=spec, settings=settings)
 
 

@@ -46,7 +46,7 @@ def _dense(spec: RunSpec) -> RunSpec:
 
 def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     cluster = cluster_of(found, request)
-    if cluster is None or found.linked.on_host:
+    if cluster is None or found.linked.on_host or (found.is_graphed and found.spec is None):
         return None
     spec = found.spec or _any_run()
     entry, why = entry_for(read_calibration(request.calibration), "fourfold", cluster)
