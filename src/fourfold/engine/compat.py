@@ -30,7 +30,7 @@ DTYPES = {
 # Functional collectives by name: the same in all supported versions, and they trace under compile.
 functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
-foreach_copy_ = torch._foreach_copy_
+foreach_copy_, is_profiled = torch._foreach_copy_, torch.autograd._profiler_enabled
 _WHOLE_ROW = 4096
 sleep_cycles = torch.cuda._sleep  # lets the GPU wait, so that its host gets ahead
 
@@ -136,10 +136,6 @@ def fake_mode() -> Any:
 
 def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.FakeTensor)
-
-
-def is_profiled() -> bool:
-    return torch.autograd._profiler_enabled()
 
 
 def fake_store() -> dist.Store:

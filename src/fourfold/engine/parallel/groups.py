@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.engine import compat
 from fourfold.engine.compat import functional
+from fourfold.engine.parallel.handles import handle_of
 from fourfold.engine.parallel.shards import ExpertShard, ShardPlace
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
@@ -192,27 +192,9 @@ def make_group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | No
     """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
     members = tuple(sorted(ranks.flatten().tolist()))
     alone = len(members) == 1 and this_rank is not None
-    handle = this_rank if alone else _handle(axis, members)
+    handle = this_rank if alone else handle_of(axis, members)
     assert handle is not None
     return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)
-
-
-def _handle(axis: str, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """One for all layouts that follow each other in a world: threads of gloo's groups wake up a
-    hundred times a second, used or not. An axis cuts all ranks alike, so all of them find theirs or
-    none does. The description tells who watches that stages send and receive: no equal counts."""
-    assert dist.group.WORLD is not None
-    made = _made.setdefault(dist.group.WORLD, {})
-    if (axis, members) not in made:
-        handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)
-        assert isinstance(handle, dist.ProcessGroup)
-        made[axis, members] = handle
-    return made[axis, members]
-
-
-_made: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
 
 
 def cpu_group() -> dist.ProcessGroup:
