@@ -213,17 +213,24 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
         counted_bytes=steps.peak_bytes,
         retries=retries(device),
     )
-    if graph is not None:
-        graph.forget()
-        graph.eager_steps = 2**62
-    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
+    profiler = _watched(steps, listeners)
+    _trace(steps)
+    return totals.StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)
+
+
+def _watched(steps: Steps, listeners: list[Callable[[str], None]]) -> MicroBatchProfiler:
+    """A step under the profiler, kernel by kernel, after one more to be warm again."""
+    trainer = steps.trainer
+    if trainer.step_graph is not None:
+        trainer.step_graph.forget()
+        trainer.step_graph.eager_steps = 2**62
+    profiler = MicroBatchProfiler(trainer.device, len(trainer.sizes) * len(trainer.chunks))
     profiler.warm_up()
     steps.run(1)
     listeners.append(profiler.note)
     steps.run(1)
     listeners.remove(profiler.note)
-    _trace(steps)
-    return totals.StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)
+    return profiler
 
 
 def _trace(steps: Steps) -> None:
