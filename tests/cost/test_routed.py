@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.count.params import model_params
+from fourfold.cost.count.params import model_params, mtp_params
 from fourfold.cost.dispatch import DISPATCHERS, parts_met
 from fourfold.cost.fit.calibration import blend, shipped
 from fourfold.cost.fit.coefficients import defaults
@@ -47,7 +47,8 @@ def test_weights_are_those_that_are_counted(name: str) -> None:
     c, model = run(name, "dp8", 8), catalog.model(name)
     layers = float((c.layers * (c.layer_weights + c.expert_weights))[0])
     ends = 2 * model.vocab * model.hidden
-    assert layers + ends == pytest.approx(model_params(model, 4096), rel=1e-3)
+    counted = model_params(model, 4096) + mtp_params(model)
+    assert layers + ends == pytest.approx(counted, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,6 +175,23 @@ def test_a_plan_places_experts_and_says_what_routing_does() -> None:
     assert "routing: forced even" in "\n".join(map(str, page(found, details=True)))
     assert {(row.layout.ep, row.layout.tp) for row in found.ranked} == {(4, 1)}
     assert plan(PlanRequest(**asked)).ranked[0].step_s <= first.step_s
+    two = plan(PlanRequest(**asked, layout="pp1 tp1", where=("ep == 2 and etp == 1",)))
+    assert {(row.layout.ep, row.layout.etp) for row in two.ranked} == {(2, 1)}
+
+
+def test_layers_that_predict_further_tokens_are_priced_where_they_run() -> None:
+    asked = {"model": "deepseek-v3", "gpu": "h800-80gb", "gpus": 512, "seq_len": 4096,
+             "global_batch": 2048, "layout": "pp8 dp64 ep32", "micro_batch": 1,
+             "policy": {"recompute": "full", "virtual_stages": 1}}  # fmt: skip
+    alone = replace(catalog.model("deepseek-v3"), mtp=None)
+    for stack, more in (("megatron", (1.005, 1.06)), ("fourfold", (1.0, 1.0))):
+        both, without = (
+            plan(PlanRequest(**(asked | changes), stack=stack, explore=True))
+            for changes in ({}, {"model": alone})
+        )
+        ratio = both.ranked[0].step_s / without.ranked[0].step_s
+        assert more[0] <= ratio <= more[1]
+        assert ("further tokens" in " ".join(both.remarks)) == (stack == "fourfold")
 
 
 def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:

@@ -138,6 +138,9 @@ def check(query: PlanQuery) -> None:
     assert ranking.fitting == len(fitting["pp"])
     assert ranking.dropped == len(fitting["pp"]) - len(pool["pp"])
     use_all = query.explore or bool(pool["unproven"].all())
+    proven = few(pool, ~pool["unproven"])
+    # What was never measured is still better than what may not fit.
+    use_all |= not query.safe and not (proven["chance"] >= 1.0 - query.risk).any()
     ranked = few(pool, use_all | ~pool["unproven"])
     if not use_all:
         same(ranking.unproven_best, best_points(few(pool, pool["unproven"]), ASIDE, 1))

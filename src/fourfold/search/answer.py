@@ -39,7 +39,6 @@ from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
-from fourfold.spec.supported import remarks
 from fourfold.units import counted
 
 
@@ -47,7 +46,9 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
     query, count = ranking.query, min(top, len(ranking))
     train = whole_training(ranking, top=top)
-    rows = tuple(_row(ranking, train, i) for i in range(count))
+    first = ranking.predicted.take(np.arange(count))
+    wide = why_wide(first.columns, query.entry, first.times)
+    rows = tuple(_row(ranking, train, i, wide[i]) for i in range(count))
     return PlanAnswer(
         **_asked(query),
         candidates=ranking.grid.looked_at,
@@ -80,7 +81,7 @@ def _asked(query: PlanQuery) -> dict[str, Any]:
     return {
         "model": query.model.name,
         "params": model_params(query.model, query.batch.seq_len),
-        "remarks": (*query.remarks, *remarks(query.model, query.batch.seq_len)),
+        "remarks": (*query.remarks, *query.left_out),
         "cluster": query.cluster.name,
         "gpu": query.cluster.device.id,
         "gpus": query.gpus,
@@ -113,7 +114,7 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
     }
 
 
-def _row(ranking: Ranking, train: Whole, i: int) -> PlanRow:
+def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
     query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
@@ -136,7 +137,7 @@ def _row(ranking: Ranking, train: Whole, i: int) -> PlanRow:
         exposed_s=exposed(parts),
         note=_note(ranking, i),
         runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus),
-        wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),
+        wide=wide,
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
         tflops_gpu=flops * tokens_s / 1e12,

@@ -29,6 +29,9 @@ Places = NDArray[np.intp]
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
 )  # fmt: skip
+# Tokens of a sequence that context parallelism leaves a rank, unless asked for: places of experts
+# multiply what there is to try.
+LEAST_PART = 512
 WIDE_EXPERT = 4096  # below, slices of an expert leave products of no size
 # Rules that read the micro batch, and the one that reads recompute; layouts settle all others.
 _MICRO_RULES = {"micro-divides", "fill", "whole-rounds"}
@@ -235,7 +238,9 @@ def _copies(query: PlanQuery, dp: int) -> list[int]:
 def _sizes(query: PlanQuery, axis: str, ranks: int) -> list[int]:
     asked = query.fixed.get(axis)
     if asked is None:
-        return divisors(ranks)
+        few = axis == "cp" and query.model.moe is not None
+        most = query.batch.seq_len // LEAST_PART if few else ranks
+        return [size for size in divisors(ranks) if size <= max(1, most)]
     return [asked] if isinstance(asked, int) and ranks % asked == 0 else []
 
 

@@ -30,7 +30,7 @@ from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
 from fourfold.search.peaks import CHUNK, OnProgress, WaysTable, blocks, no_progress, on_cores, peaks
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 Bools = NDArray[np.bool_]
 # Columns by CHOSEN and by what was computed about them.
@@ -204,7 +204,7 @@ def holding(
         return mask
     query, points = space.query, space.points(index)
     values = {
-        **{axis: points[axis] for axis in MODEL_AXES},
+        **{axis: points[axis] for axis in (*MODEL_AXES, *EXPERT_AXES)},
         "dp": points["replicate"] * points["shard"],
         "vp": points["virtual_stages"],
         "micro_batch": points["micro_batch"],

@@ -145,15 +145,18 @@ _CALLED = {"hidden": "the width", "seq": "the sequence", "gpus": "the number of 
            "low_precision": "the format of products"}  # fmt: skip
 
 
-def why_wide(c: Columns, entry: FittedStack, times: Times) -> str:
-    """What makes the interval of the one run in `c` wide; '' where it is not."""
+def why_wide(c: Columns, entry: FittedStack, times: Times) -> list[str]:
+    """What makes the interval of each run wide; '' where it is not."""
     low, high = bounds(c, entry, times)
-    if np.log(high[0] / low[0]) < 2.0 * WIDE:
-        return ""
-    reasons = [] if entry.rows_time else ["nothing of this stack was measured on this machine"]
-    reasons += [text for text in open_network(c, entry, times) if text]
-    far = {name: abs(float(away[0])) for name, away in offsets(c, entry.ranges).items()}
-    worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
-    reasons += [f"nothing measured within {2 ** far[name]:.0f}x of {_CALLED.get(name, name)}"
-                for name in worst[:2]]  # fmt: skip
-    return "; ".join(reasons) or "its measured runs scatter"
+    unstated, away = open_network(c, entry, times), offsets(c, entry.ranges)
+    found = []
+    for i in range(len(c)):
+        reasons = [] if entry.rows_time else ["nothing of this stack was measured on this machine"]
+        reasons += [unstated[i]] if unstated[i] else []
+        far = {name: abs(float(one[i])) for name, one in away.items()}
+        worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
+        reasons += [f"nothing measured within {2 ** far[name]:.0f}x of {_CALLED.get(name, name)}"
+                    for name in worst[:2]]  # fmt: skip
+        is_wide = np.log(high[i] / low[i]) >= 2.0 * WIDE
+        found.append(("; ".join(reasons) or "its measured runs scatter") if is_wide else "")
+    return found
