@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.dispatch import DISPATCHERS
-from fourfold.cost.stacks import stack_defaults
+from fourfold.cost.stacks import stack_defaults, stack_rules
 from fourfold.spec.layout import EXPERT_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -58,6 +58,19 @@ def imbalance(model: ModelShape, policy: Policy) -> float:
     return float(usual_spread(model.experts, model.moe.choice_bias))
 
 
+def further(model: ModelShape, stack: str) -> dict[str, float]:
+    """Layers that predict further tokens, where the engine trains them: each as one more, with
+    experts, on the last stage's side, and logits of its own."""
+    if not model.mtp or not stack_rules(stack).predicts_further:
+        return {}
+    layers = model.layers + model.mtp
+    return {
+        "mtp": model.mtp,
+        "layers": layers,
+        "routed": (model.moe_layers + model.mtp) / layers,
+    }
+
+
 def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, Any]:
     """Of one run, or of many that differ in the columns of `run`."""
     if spec.model.moe is None:
@@ -67,6 +80,7 @@ def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, An
     spread = np.multiply(run["ep"], run["etp"]) > 1
     kind = run["recompute"]
     return {
+        **further(spec.model, stack),
         **{axis: run[axis] for axis in EXPERT_AXES},
         "dispatcher": np.where(spread, DISPATCHERS.index(asked), DISPATCHERS.index("local")),
         "hides_exchange": float(policy.overlap_exchange),

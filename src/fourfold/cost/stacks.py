@@ -57,6 +57,7 @@ class EngineRules:
     not_with_experts: tuple[str, ...] = ()  # precisions and kinds of recompute
     # Experts are cut over tp where ep is 1, and never where it is more.
     experts_follow_tp: bool = False
+    predicts_further: bool = False  # trains layers that predict further tokens (mtp)
     is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
 
 

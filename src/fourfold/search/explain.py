@@ -23,7 +23,6 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.run import chosen_policy
-from fourfold.spec.supported import remarks
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
 NEAREST = 4
@@ -107,7 +106,7 @@ def explain_ranking(
         "fits": ranking is not None and len(ranking) > 0,
         "refusals": () if legal else tuple(asdict(one) for one in _refusals(query, layout)),
         "memory_bytes": query.cluster.device.memory_bytes,
-        "remarks": (*query.remarks, *remarks(query.model, query.batch.seq_len)),
+        "remarks": (*query.remarks, *query.left_out),
     }
     if ranking is None or not legal:
         return Explanation(**known, nearest=nearest(query, layout))

@@ -32,6 +32,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import remarks
 from fourfold.spec.words import SHARDINGS
 
 ALIKE = 1.1  # rates of links within 10%
@@ -84,6 +85,12 @@ class PlanQuery:
         return RunSpec(
             model=self.model, gpus=self.gpus, layout=layout, batch=self.batch, policy=self.policy
         )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What seconds and bytes leave out or approximate."""
+        timed = stack_rules(self.stack).predicts_further
+        return remarks(self.model, self.batch.seq_len, further=timed)
 
     @property
     def limit_bytes(self) -> float:

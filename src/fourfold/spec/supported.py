@@ -47,9 +47,9 @@ def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...
     )
 
 
-def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
+def remarks(model: ModelShape, seq_len: int, *, further: bool = False) -> tuple[str, ...]:
     """Sentences for what a prediction of seconds and memory leaves out or takes for something else;
-    parameters are exact all the same."""
+    parameters are exact all the same. `further`: layers that predict further tokens are timed."""
     sentences = []
     if windowed(model, seq_len):
         layers = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
@@ -60,7 +60,7 @@ def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     if model.block != "sequential":
         sentences.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
-    if model.mtp:
+    if model.mtp and not further:
         untimed.insert(0, f"{model.mtp} layers that predict further tokens")
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")

@@ -153,5 +153,3 @@ def about_experts(setup: Setup, moe: Moe) -> Iterator[str]:
         yield "its capacity is counted over the tokens of a rank's micro batch, not of a sequence"
     if setup.defaults.graphs_experts and not _graphed(setup):
         yield "router and attention run without the CUDA graphs that the seconds assume"
-    if setup.model.mtp:
-        yield "seconds and bytes leave out the layers that predict further tokens"
