@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +11,20 @@ import pytest
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.params import model_params, mtp_params
 from fourfold.cost.dispatch import DISPATCHERS, parts_met
+from fourfold.cost.fit.accuracy import Result, score
 from fourfold.cost.fit.calibration import blend, shipped
 from fourfold.cost.fit.coefficients import defaults
+from fourfold.cost.fit.pairs import pair_scores
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.tokens import copies
+from fourfold.cost.step.traffic import host_layer_s
+from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
-from fourfold.cost.table.rows import parse
+from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
 from fourfold.search.routed import beyond
 from fourfold.search.stack_names import match_stack
@@ -102,7 +107,19 @@ def test_the_host_launches_many_kernels_but_not_of_a_whole_graph() -> None:
     c = run("qwen3-30b-a3b", "dp16 ep8", 16)
     coef = defaults() | {"moe_host_s": 0.05}
     slow = estimate(c, coef).parts["host"][0]
-    assert slow > 10.0 * estimate(replace(c, fused_host=np.array([2.0])), coef).parts["host"][0]
+    graph = replace(c, fused_host=np.array([2.0]))
+    assert slow > 10.0 * estimate(graph, coef).parts["host"][0]
+    moved = "elementwise"  # a graph's kernels are fused
+    assert estimate(graph, coef).parts[moved][0] < 0.9 * estimate(c, coef).parts[moved][0]
+
+
+def test_a_host_launches_what_a_layer_has() -> None:
+    """Latent attention, shared experts and tensor groups are launches more."""
+    plain = host_layer_s(run("qwen3-30b-a3b", "dp16 ep8", 16), defaults())[0]
+    assert host_layer_s(run("qwen3-30b-a3b", "dp8 tp2 ep8", 16), defaults())[0] > 1.1 * plain
+    rich = run("deepseek-v3", "dp16 ep8", 16)
+    bare = replace(rich, latent=np.zeros(1), shared_ffn=np.zeros(1))
+    assert host_layer_s(rich, defaults())[0] > 1.5 * host_layer_s(bare, defaults())[0]
 
 
 def test_every_dispatcher_is_priced_and_local_ranks_send_nothing() -> None:
@@ -125,12 +142,15 @@ ROW = {
 }  # fmt: skip
 
 
-def test_a_row_says_where_its_experts_lie(tmp_path) -> None:
-    impossible = ROW | {"ep": "48"}
+def parsed(folder: Path, *rows: dict[str, str]) -> Rows:
     lines = [",".join(SCHEMA)]
-    lines += [",".join(row.get(name, "") for name in SCHEMA) for row in (ROW, impossible)]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    rows = parse(read_table(tmp_path / "rows.csv"))
+    lines += [",".join(row.get(name, "") for name in SCHEMA) for row in rows]
+    (folder / "rows.csv").write_text("\n".join(lines))
+    return parse(read_table(folder / "rows.csv"))
+
+
+def test_a_row_says_where_its_experts_lie(tmp_path: Path) -> None:
+    rows = parsed(tmp_path, ROW, ROW | {"ep": "48"})
     assert rows.usable.tolist() == [True, False]
     assert "ep x etp does not divide" in rows.reasons[1]
     assert (rows.stack[0], rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
@@ -138,6 +158,38 @@ def test_a_row_says_where_its_experts_lie(tmp_path) -> None:
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
     total = float((c.layers * (c.layer_weights + c.expert_weights))[0]) + 2 * 129280 * 7168
     assert total == pytest.approx(671.0e9, rel=2e-3)
+
+
+def test_a_row_that_recomputes_something_or_did_not_fit_otherwise(tmp_path: Path) -> None:
+    """A kind that is not said is full; where nothing is said, as many layers as it takes."""
+    said = ROW | {"recompute_modules": "", "note": "recompute on (kind not said)"}
+    unsaid = ROW | {"recompute_modules": ""}
+    share = parsed(tmp_path, said, unsaid, unsaid | {"mbs": "2"}).columns.full_ckpt
+    assert (share[0], share[1]) == (1.0, 0.0)
+    assert 0.0 < share[2] < 1.0
+
+
+def test_pairs_differ_in_one_setting_and_over_2_percent(tmp_path: Path) -> None:
+    ran = ROW | {"status": "ok"}
+    rows = parsed(
+        tmp_path,
+        ran | {"step_s": "10"},
+        ran | {"step_s": "20", "dispatcher": "alltoall"},
+        ran | {"step_s": "10.1", "precision": "bf16"},  # less than 2% apart
+        ran | {"step_s": "30", "mbs": "2", "dispatcher": "alltoall"},
+        ran | {"step_s": "40", "pp": "8"},  # another layout
+    )
+    answers = predict(rows, shipped())
+    guess = replace(answers, step_s=np.array([10.0, 30.0, 9.0, 20.0, 1.0]))
+    every = np.ones(5, dtype=bool)
+    one = Result("cv", score(rows, guess), "", rows, guess, every)
+    found = {pair.knob: pair for pair in pair_scores((one,))}
+    assert {knob: pair.pairs for knob, pair in found.items()} == {
+        "dispatcher": 1, "micro batch": 1, "all": 2
+    }  # fmt: skip
+    assert (found["dispatcher"].signs_pct, found["micro batch"].signs_pct) == (100.0, 0.0)
+    assert found["dispatcher"].ratio_pct == pytest.approx(100.0 / 3.0)
+    assert found["all"].signs_pct == 50.0
 
 
 def test_runs_with_experts_teach_no_others() -> None:

@@ -7,8 +7,10 @@ refits with each fold of layouts held out, --leave-out predicts each table from 
 source (the column of that name), GPU type, engine and cluster at once (abroad), model, value of tp,
 cp, pp, sequence, range of dp, nodes and model size, and the largest worlds: a table of all kinds of
 folds, sources alike (pooled: all rows alike), and one of all sources (each source in each kind:
---format json). Score: width of the 80% interval and ten times what lies outside, of logarithms, in
-percent.
+--format json). --pairs: of runs over 2% apart of which all but one setting (micro batch, precision,
+recompute, dispatcher, overlap, routing, capacity) are the same, whether the faster one was
+predicted to be, and by how much their ratio was missed. Score: width of the 80% interval and ten
+times what lies outside, of logarithms, in percent.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ examples:
   fourfold score tests/golden/mpt.csv tests/golden/bloom.csv
   fourfold score FOLDER/*.csv --cv --leave-out --few-shot --picture accuracy.png --format md
   fourfold score FOLDER/*.csv --folds
+  fourfold score FOLDER/moe.csv --cv --pairs
 """
 OPTIONS = (
     *options.of(ScoreRequest),
@@ -73,8 +76,20 @@ def run(args: Any, show: OnEvent) -> Output:
         ),
         ("free", lambda one: one.free),
     )
-    folds = [part for grid in fold_tables(answer) for part in ("", grid)]
-    return Output.of(answer, lambda: [scores, *folds])
+    more = [part for grid in (*_pairs_tables(answer), *fold_tables(answer)) for part in ("", grid)]
+    return Output.of(answer, lambda: [scores, *more])
+
+
+def _pairs_tables(answer: Scores) -> list[Grid]:
+    grid = table(
+        answer.pairs,
+        ("how", lambda one: one.how),
+        ("one setting", lambda one: one.knob),
+        ("pairs", lambda one: str(one.pairs)),
+        ("signs right %", lambda one: f"{one.signs_pct:.0f}"),
+        ("ratio off by %", lambda one: f"{one.ratio_pct:.1f}"),
+    )
+    return [grid] if answer.pairs else []
 
 
 def fold_tables(answer: Scores) -> list[Grid]:

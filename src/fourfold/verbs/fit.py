@@ -11,6 +11,7 @@ from fourfold import door
 from fourfold.cost.fit.accuracy import FoldScore, Result, fold_scores, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
+from fourfold.cost.fit.pairs import PairScore, pair_scores
 from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.fit.validate import calibrate
@@ -136,17 +137,20 @@ def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggeste
 
 @dataclass(frozen=True, slots=True)
 class Scores(Answer):
-    """`folds`: each kind of fold; `results` has each source in it."""
+    """`folds`: each kind of fold; `results` has each source in it. `pairs`: of runs that differ in
+    one setting."""
 
     results: tuple[Result, ...]
     folds: tuple[FoldScore, ...] = ()
+    pairs: tuple[PairScore, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         folds = [
             {name: None if value != value else value for name, value in asdict(one).items()}
             for one in self.folds
         ]
-        return {"scores": self.rows()} | ({"folds": folds} if folds else {})
+        more = {"folds": folds, "pairs": [asdict(one) for one in self.pairs]}
+        return {"scores": self.rows()} | {name: value for name, value in more.items() if value}
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -166,4 +170,5 @@ def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
     found = study(tables, known, asked=how, tell=notes(on_event))
-    return Scores(found, fold_scores(found))
+    pairs = pair_scores(found) if request.pairs else ()
+    return Scores(found, fold_scores(found), pairs)

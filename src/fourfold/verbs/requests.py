@@ -233,6 +233,7 @@ class ScoreRequest:
     leave_out: bool = flag("predict each source from the others", default=False)
     few_shot: bool = flag("fit 10 chosen runs per stack and cluster", default=False)
     folds: bool = flag("leave out each source, GPU type and axis value", default=False)
+    pairs: bool = flag("runs that differ in one setting: which is faster?", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

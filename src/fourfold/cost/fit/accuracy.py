@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, MANY_ROWS, Bools
 from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.validate import few_shot, held_out, left_out_of, others_of
 from fourfold.cost.memory.peak import REFUSED, SURE
+from fourfold.cost.stacks import has_experts
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import NoteWords
 from fourfold.cost.table.rows import Rows
@@ -239,7 +240,8 @@ def study(
     if not asked:
         return tuple(results)
     tell("fitting all tables together")
-    entries = fit_entries(sample(tables))
+    prior = _prior(tables, calibration)
+    entries = (*prior, *fit_entries(sample(tables), prior))
     known = Calibration(name="all", sources=(), entries=entries)
     for how in asked:
         if how == "folds":
@@ -256,6 +258,13 @@ def study(
                 answers, within = few_shot(rows, others)
             results.append(_result(how, rows, answers, within, known))
     return tuple(results)
+
+
+def _prior(tables: list[Rows], calibration: Calibration) -> tuple[FittedStack, ...]:
+    """Runs with experts learn from those without, which learn nothing from them: of tables that
+    have only the former, what the calibration knows of the latter is no answer that leaks."""
+    routed = all(has_experts(stack) for rows in tables for stack in rows.stack[rows.usable])
+    return tuple(e for e in calibration.entries if routed and not has_experts(e.stack))
 
 
 def _by_kind(tables: list[Rows], known: Calibration, tell: Callable[[str], None]) -> list[Result]:

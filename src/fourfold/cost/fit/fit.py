@@ -21,14 +21,11 @@ from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.sample import Places, Sample, joined_samples
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
-from fourfold.cost.stacks import has_experts, stack_defaults
+from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
 
 MOST_TIME, MOST_MEMORY = 6, 3
-# Of runs with experts: each table has few of many kinds, and one set of coefficients for all of
-# Megatron-Bridge explains them to 7%; six free ones of a machine follow its few models instead.
-MOST_ROUTED, ROUTED_TIGHT = 4, 0.4
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
 TIGHT = 0.7  # stacks vary less around similar stacks than around the prior
 STEP_SCALE = 0.04  # an ordinary log residual of time
@@ -120,8 +117,7 @@ def _fit_part(
     free = np.zeros(prior.mean.shape, dtype=bool)
     for g, count in enumerate(lengths):
         away = every.x[g] - prior.mean[g]
-        most = min(part.most, MOST_ROUTED) if has_experts(asked[g].stack) else part.most
-        free[g, telling(away, every.hessian[g], most=min(most, count))] = True
+        free[g, telling(away, every.hessian[g], most=min(part.most, count))] = True
     begin, prior = np.where(free, every.x, prior.mean), replace(prior, free=free)
     found = minimise(residuals, groups, prior, scale=part.scale, begin=begin)
     left = residuals(found.x[groups][None], np.arange(len(groups)))[0]
@@ -151,11 +147,10 @@ def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
     asked = [BY_NAME[name] for name in names]
     mean = np.log([[entry.coefficients[name] for name in names] for entry in entries])
     low, high = np.log([one.low for one in asked]), np.log([one.high for one in asked])
-    tight = [ROUTED_TIGHT if has_experts(entry.stack) else TIGHT for entry in entries]
     known = [[name in states().get(entry.cluster, {}) for name in names] for entry in entries]
     return Prior(
         mean=np.clip(mean, low, high),
-        spread=np.outer(tight, [one.spread for one in asked]),
+        spread=np.broadcast_to([TIGHT * one.spread for one in asked], mean.shape),
         low=np.broadcast_to(low, mean.shape),
         high=np.broadcast_to(high, mean.shape),
         free=~np.array(known),

@@ -17,13 +17,14 @@ from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.reference import Distinct, Draft, RowTable
+from fourfold.cost.table.reference import Distinct, Draft, NoteWords, RowTable
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
 Bools = NDArray[np.bool_]
 _TRIED: dict[str, tuple[float, ...]] = {
-    "full_ckpt": (0.0, 1.0),
+    # Megatron's "block" recomputes as many layers as it takes.
+    "full_ckpt": (0.0, 0.25, 0.5, 0.75, 1.0),
     "micro": (1.0, 2.0, 4.0, 8.0),
     "vpp": tuple(float(v) for v in range(1, 13)),
 }
@@ -45,9 +46,10 @@ def open_fields(table: RowTable, stages: Floats) -> dict[str, Bools]:
     are handed over where nobody says more; a stack that usually recomputes everything does."""
 
     keeps = Distinct(table.column("stack"), stack_defaults).mask(lambda s: s.recompute != "full")
+    said = Distinct(table.column("note"), NoteWords).mask(lambda words: words.recomputes)
     several = stages > 1
     return {
-        "full_ckpt": blank(table, "act_ckpt") & keeps,
+        "full_ckpt": blank(table, "act_ckpt") & keeps & ~said,
         "micro": blank(table, "mbs") & ~several,
         "vpp": blank(table, "vpp") & several,
     }

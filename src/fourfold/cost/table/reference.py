@@ -62,6 +62,7 @@ class NoteWords:
         self.async_tp = _stated(note, r"\b[Aa]sync ?TP\b", r"\bvanilla TP\b")
         self.graphs = has(r"_cg\b|_cg_|CUDA graphs")
         self.no_overlap = has(r"\boverlap(?: paths)? off\b")
+        self.recomputes = has(r"\brecompute on\b")
         self.row_scale = has(r"\browwise\b")
         self.gathers_kv = "all-gather CP" in note
         self.split_inputs = "checkpoints distributed over TP" in note

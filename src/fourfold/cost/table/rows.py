@@ -169,7 +169,7 @@ def _policy(
     facts["saved_bytes"] = np.where(low, saved, facts["act_bytes"])
     facts["gather_bytes"] = np.where(low, gather, facts["act_bytes"])
     _zero(draft, words, stack, no_layout)
-    _recompute(draft, stack)
+    _recompute(draft, words, stack)
     facts["attention"] = attention(draft, words, stack)
     gathers = words.mask(lambda w: w.gathers_kv)
     facts["cp_kind"] = np.where(gathers, CP_KINDS.index("allgather"), CP_KINDS.index("ring"))
@@ -204,11 +204,12 @@ def _zero(
     facts["shard"] = np.where(group > 0, np.minimum(group, everyone), everyone)
 
 
-def _recompute(draft: Draft, stack: Distinct[StackDefaults]) -> None:
+def _recompute(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
     cells = Distinct(draft.table.column("act_ckpt"), str)
     unsaid = cells.mask(lambda cell: cell == "")
     draft.assume(unsaid, "act_ckpt taken as the stack's usual")
     usual = stack.array(lambda s: RECOMPUTED.get(s.recompute, -1.0))
+    usual = np.where(words.mask(lambda w: w.recomputes), RECOMPUTED["full"], usual)
     share = np.where(unsaid, usual, cells.array(recomputed))
     blocks = cells.array(recomputed_block)
     chunks = draft.facts["pp"] * draft.facts["vpp"]
