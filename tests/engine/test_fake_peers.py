@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.one_rank.fake_peers import OwnTokens
+from fourfold.engine.parallel.groups import World
+from fourfold.spec.layout import Layout
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 8])
@@ -31,3 +34,24 @@ def test_a_rank_sees_tokens_of_its_own_part_of_the_vocabulary() -> None:
     tokens, targets = source.batch(0, torch.arange(8), torch.arange(64))
     assert {*tokens.flatten().tolist()} == {*range(30, 40)}
     assert {*targets.flatten().tolist()} == {*range(30, 40), IGNORE}
+
+
+def test_layouts_of_one_world_share_the_groups_of_an_axis() -> None:
+    fake_peers.join(0, 4, fake_peers.TrafficLog())
+    try:
+        first, again, other = (
+            World.create(Layout.parse(word), "cpu") for word in ("dp2 tp2", "dp2 tp2", "dp4")
+        )
+        assert again.tp.handle is first.tp.handle
+        assert first.fsdp.handle is again.fsdp.handle
+        assert {*first.fsdp.ranks} != {*other.fsdp.ranks}
+        assert other.fsdp.handle is not first.fsdp.handle
+        assert other.tp.handle is other.this_rank.handle is first.this_rank.handle
+        before = first.tp.handle
+    finally:
+        dist.destroy_process_group()
+    fake_peers.join(0, 4, fake_peers.TrafficLog())
+    try:
+        assert World.create(Layout.parse("dp2 tp2"), "cpu").tp.handle is not before
+    finally:
+        dist.destroy_process_group()
