@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,3 +57,30 @@ def test_layouts_of_one_world_share_the_groups_of_an_axis() -> None:
         assert World.create(Layout.parse("dp2 tp2"), "cpu").tp.handle is not before
     finally:
         dist.destroy_process_group()
+
+
+def test_every_rank_makes_as_many_groups_whatever_stages_hold_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next group, which torch names by their number, would never come about."""
+    layouts = [Layout.parse(word) for word in ("pp4 dp2", "dp2 pp4", "pp8", "pp2 dp4", "pp4 dp2")]
+    sizes, make = [], dist.new_group
+
+    def noted(ranks: list[int], **how: Any) -> Any:
+        sizes.append(len(ranks))
+        return make(ranks, **how)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    made = []
+    for rank in range(8):
+        fake_peers.join(rank, 8, fake_peers.TrafficLog())
+        try:
+            made.append([])
+            for layout in layouts:
+                sizes.clear()
+                World.create(layout, "cpu")
+                made[-1].append(len(sizes))
+        finally:
+            dist.destroy_process_group()
+    assert all(one == made[0] for one in made)
+    assert made[0][-1] == 0 < made[0][0]

@@ -132,11 +132,11 @@ def _tied(linked: Linked, shapes: Shapes, counts: Counts, steps: int) -> tuple[b
     batches meet, too, but where autograd keeps them."""
     table = (shapes.vocab, shapes.hidden)
     ops, texts = linked.trace.ops, linked.trace.texts
-    adds = {i for i, text in enumerate(texts) if text in ("aten::add", "aten::add_")}
+    adds = [i for i, text in enumerate(texts) if text in ("aten::add", "aten::add_")]
     kept = [i for i, text in enumerate(texts) if text == "torch::autograd::AccumulateGrad"]
     keeping = np.flatnonzero(np.isin(ops.name, kept))
     seen = 0
-    for at in np.flatnonzero(np.isin(ops.name, list(adds))):
+    for at in np.flatnonzero(np.isin(ops.name, adds)):
         dims = linked.parsed(int(ops.shape[at]))
         if len(dims) >= 2 and dims[0] == dims[1] == table:
             before = keeping[ops.start[keeping] <= ops.start[at]]

@@ -24,7 +24,7 @@ from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
 from fourfold.engine.observe.recording import WindowRecording
-from fourfold.engine.parallel.groups import cpu_group
+from fourfold.engine.parallel.handles import cpu_group
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.optimizer import OptimizerSettings

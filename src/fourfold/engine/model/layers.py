@@ -84,11 +84,12 @@ class Core(nn.Module):
         if self.backends is None:
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
         narrow, width = v_BKSC.shape[-1], q_BHSC.shape[-1]
-        if narrow < width and (self.backends == KERNELS["flash"] or not v_BKSC.is_cuda):
-            # Latent attention's values. This kernel, a CPU's only fused one, wants them wider.
-            v_BKSC = F.pad(v_BKSC, (0, width - narrow))
         with sdpa_kernel(self.backends, set_priority=True):
-            return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)[..., :narrow]
+            if narrow == width or (v_BKSC.is_cuda and self.backends != KERNELS["flash"]):
+                return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
+            # Latent attention's values. This kernel, a CPU's only fused one, wants them wider.
+            wide = F.pad(v_BKSC, (0, width - narrow))
+            return self._attend(q_BHSC, k_BKSC, wide, tables)[..., :narrow]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         grouped = q.shape[1] != k.shape[1]

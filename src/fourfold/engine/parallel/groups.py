@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,7 +86,9 @@ class World:
         # torch names a group by its ranks and by how many groups the process has: all ranks must
         # make as many, so stages in the middle make one of their own in its place.
         both = grid[[0, -1], replica, shard, cp, tp] if at_end else torch.tensor([rank])
-        embedding = make_group("embedding", both) if layout.pp > 1 else this_rank
+        embedding = (
+            make_group("embedding", both, cut=groups["pp"].ranks) if layout.pp > 1 else this_rank
+        )
         whole = tuple(range(layout.world))
         assert dist.group.WORLD is not None
         all_ranks = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
@@ -113,12 +115,12 @@ class World:
     def is_last(self) -> bool:
         return self.stage == self.layout.pp - 1
 
-    @functools.cached_property
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         named = (self.tp, self.cp, self.pp, self.dp_cp, self.fsdp, self.replicas, self.embedding)
         return (*(group for group in named if group is not None), self.all_ranks)
 
-    @functools.cached_property
+    @cached_property
     def _kv(self) -> dict[int, Group]:
         return {}
 
@@ -188,21 +190,19 @@ def _rank_table(layout: Layout) -> torch.Tensor:
     return placed.permute(axes).contiguous()
 
 
-def make_group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None = None) -> Group:
-    """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
+def make_group(
+    axis: str,
+    ranks: torch.Tensor,
+    this_rank: dist.ProcessGroup | None = None,
+    cut: tuple[int, ...] | None = None,
+) -> Group:
+    """torch orders the ranks of a group by number, so we do; groups of one share a handle. `cut`:
+    see handle_of; None where the groups of an axis are of equal size."""
     members = tuple(sorted(ranks.flatten().tolist()))
     alone = len(members) == 1 and this_rank is not None
-    handle = this_rank if alone else handle_of(axis, members)
+    handle = this_rank if alone else handle_of(axis, members, cut or members)
     assert handle is not None
     return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)
-
-
-def cpu_group() -> dist.ProcessGroup:
-    """All ranks, over gloo whatever the training uses; waiting on it uses neither GPU nor core.
-    Collective."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def wait(tensor: Tensor) -> Tensor:
