@@ -33,6 +33,7 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.transformer import multi_latent_attention  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import LayerType  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.pipeline_parallel_layer_layout import (  # noqa: E402
@@ -204,11 +205,15 @@ LATENT = (
 
 
 def stages(config: TransformerConfig) -> list[int]:
-    """Layers of every stage in the order of the model, by Megatron's own function."""
+    """Layers of every stage in the order of the model, those that predict further tokens among
+    them, by Megatron's own function."""
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, PipelineParallelLayerLayout):
         return [
-            layout.get_num_layers_to_build(vp_stage=place, pp_rank=rank)
+            sum(
+                layout.get_num_layers_to_build(kind, vp_stage=place, pp_rank=rank)
+                for kind in (LayerType.decoder, LayerType.mtp)
+            )
             for place, rank in chunks(config)
         ]
     return [

@@ -238,9 +238,12 @@ def passing_unit(hidden: Whole, ffn: Whole) -> Whole:
     return 4 * hidden + 3 * ffn
 
 
-def end_layers(layers: Whole, stages: Whole) -> tuple[Whole, Whole]:
+def end_layers(layers: Whole, stages: Whole, further: Whole = 0) -> tuple[Whole, Whole]:
     """(layers of the first, of the last stage) where all stages between hold the same, rounded up:
-    what Megatron gets by counting embedding and loss as layers, or by uneven ends. Works on plain
-    numbers and on columns; below 0 there is no such cut."""
+    what Megatron gets by counting embedding and loss as layers, or by uneven ends. `further` of the
+    layers predict further tokens, on the last stage. Works on plain numbers and on columns; where
+    the first is below 0 there is no such cut."""
     rest = layers - -(-layers // stages) * (stages - 2)
-    return rest - rest // 2, rest // 2
+    last = rest // 2
+    last = last + (further - last) * (last < further)
+    return rest - last, last

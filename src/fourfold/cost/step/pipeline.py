@@ -49,8 +49,8 @@ def stage_layers(c: Columns) -> StageLayers:
     first = np.where(passes, edge(np.ones(1)), middle)
     middle = np.where(passes, even, middle)
     last = np.where(passes, c.layers - edge(c.pp - 1.0), last)
-    left, right = end_layers(c.layers, c.pp)
-    ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
+    left, right = end_layers(c.layers, c.pp, c.mtp)
+    ends = (c.even_stages > 0) & (c.pp > 1) & (left >= 0)
     cut = StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
     ours = (c.balanced == BY_COST) & (c.pp > 1)
     if not np.any(ours):
@@ -117,7 +117,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
         own = map_unique(facts, _of_chunks, (chunks,))
         counts = np.where(c.balanced == BY_COST, own, counts)
     even = np.ceil(fair) + np.zeros((chunks, 1))
-    even[0], even[-1] = end_layers(c.layers, float(chunks))
+    even[0], even[-1] = end_layers(c.layers, float(chunks), c.mtp)
     return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)
 
 

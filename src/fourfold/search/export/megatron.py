@@ -209,10 +209,12 @@ def _stages(setup: Setup) -> Flags:
         return {}
     if model.layers % chunks == 0 and not model.mtp:
         return {"--num-virtual-stages-per-pipeline-rank": virtual} if virtual > 1 else {}
-    first, last = map(_layers, end_layers(model.layers, chunks))
-    inner = f"({_layers(-(-model.layers // chunks))}|)*{chunks - 2}" if chunks > 2 else ""
-    further = "m" * (model.mtp or 0)
-    return {"--pipeline-model-parallel-layout": f"E{first}|{inner}{last}{further}L"}
+    further = model.mtp or 0
+    layers = model.layers + further
+    first, last = end_layers(layers, chunks, further)
+    inner = f"({_layers(-(-layers // chunks))}|)*{chunks - 2}" if chunks > 2 else ""
+    ends = f"E{_layers(first)}|", f"{_layers(last - further)}{'m' * further}L"
+    return {"--pipeline-model-parallel-layout": inner.join(ends)}
 
 
 def _layers(count: int) -> str:

@@ -122,7 +122,8 @@ def _stage_layers(c: RuleCase) -> Truth:
         odd = -(-layers // each) != chunks
     elif c.stack.stage_rule == "even":
         # The ends may be short, down to the embedding or the head alone.
-        odd = end_layers(layers, chunks)[1] < 0
+        further = c.model.mtp or 0 if c.stack.predicts_further else 0
+        odd = end_layers(layers + further, chunks, further)[0] < 0
     elif c.stack.stage_rule == "passing":
         # Else the head lies on a stage before the last, which is left with the loss alone.
         head = c.model.vocab / passing_unit(c.model.hidden, c.model.ffn)
