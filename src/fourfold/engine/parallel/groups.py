@@ -79,16 +79,14 @@ class World:
             "fsdp": grid[pp, replica, :, :, tp],
             "replicas": grid[pp, :, shard, cp, tp],
         }
-        groups = {
-            axis: make_group(axis, ranks, this_rank.handle) for axis, ranks in members.items()
-        }
+        alone = this_rank.handle
+        groups = {axis: make_group(axis, ranks, alone) for axis, ranks in members.items()}
         at_end = layout.pp > 1 and pp in (0, layout.pp - 1)
         # torch names a group by its ranks and by how many groups the process has: all ranks must
         # make as many, so stages in the middle make one of their own in its place.
         both = grid[[0, -1], replica, shard, cp, tp] if at_end else torch.tensor([rank])
-        embedding = (
-            make_group("embedding", both, cut=groups["pp"].ranks) if layout.pp > 1 else this_rank
-        )
+        staged, pipe = layout.pp > 1, groups["pp"].ranks
+        embedding = make_group("embedding", both, cut=pipe) if staged else this_rank
         whole = tuple(range(layout.world))
         assert dist.group.WORLD is not None
         all_ranks = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
