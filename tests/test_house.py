@@ -49,8 +49,7 @@ HOMES: dict[str, tuple[str, set[str]]] = {
 HONEST = {
     ("axes", "result/record.py"): "columns of the reference schema",
     ("axes", "cost/one_rank.py"): "parts of a step that are named by the axis they serve",
-    ("axes", "search/answer.py"): "the order in which plain layouts are tried",
-    ("axes", "search/exposed.py"): "parts of a step that are named by the axis they serve",
+    ("axes", "search/answer.py"): "the order of plain layouts; parts named by their axis",
     ("axes", "search/fixes.py"): "the order in which changes are tried",
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
     ("context kinds", "engine/trace/steps.py"): "how each is run",

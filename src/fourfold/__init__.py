@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from fourfold.verbs.exam import ExamRequest, exam
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
-    from fourfold.verbs.fit_check import fit_check
     from fourfold.verbs.flops import FlopsRequest, flops
     from fourfold.verbs.front import front, largest
     from fourfold.verbs.one_rank import one_rank
-    from fourfold.verbs.plan import explain, plan, stacks
+    from fourfold.verbs.plan import explain, fit_check, plan, stacks
     from fourfold.verbs.predict import predict, predict_table
     from fourfold.verbs.report import lint, lint_rules, report
     from fourfold.verbs.requests import (

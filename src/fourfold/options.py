@@ -18,7 +18,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.variables import parse_assignments
+from fourfold.spec.site import parse_assignments
 
 T = TypeVar("T")
 # Where the fields of a run are; a flag's text is read by its field.

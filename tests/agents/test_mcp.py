@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 
-from fourfold.agents import fence, tools
+from fourfold.agents import server, tools
 from fourfold.errors import UserError
 from tests.loops import awaited
 
@@ -211,18 +211,18 @@ def test_every_field_that_names_a_file_is_fenced() -> None:
         and any(word in (field.metadata["flag"].metavar or "") for word in words)
     }
     assert named
-    assert named <= fence.FILES
+    assert named <= server.FILES
 
 
 @pytest.mark.parametrize("name", ["a\0b", "/", "..", "a/../../b", "~root/x"])
 def test_names_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="outside of the folder"):
-        fence.check({"runs": [{"model": name}]}, tmp_path)
+        server.check({"runs": [{"model": name}]}, tmp_path)
 
 
 def test_names_that_stay_inside_are_not(tmp_path: Path) -> None:
     given = {"model": "llama-3.1-8b", "logs": ["a/b.log", "./c"], "where": ["tp / 2 < 3"]}
-    fence.check(given, tmp_path)
+    server.check(given, tmp_path)
 
 
 def test_the_tool_chooses_better_than_a_rule_of_thumb() -> None:

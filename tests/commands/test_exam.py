@@ -13,7 +13,7 @@ import pytest
 import fourfold
 from fourfold import ExamRequest
 from fourfold.cli import main
-from fourfold.cost.exam import season as seasons
+from fourfold.cost.exam import entrants as seasons
 from fourfold.cost.exam import submission
 from fourfold.cost.fit.calibration import shipped
 from fourfold.errors import UserError

@@ -11,8 +11,7 @@ import torch
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import tiny_of
 from fourfold.conformance.ranks.compare import figures, signature
-from fourfold.conformance.ranks.elements import Elements, held_norm
-from fourfold.conformance.ranks.reference import Tiny, mean_of_means, train
+from fourfold.conformance.ranks.reference import Elements, Tiny, held_norm, mean_of_means, train
 
 TINY = Tiny(experts=4)
 DEGREES = {"TP": 2, "PP": 1, "CP": 1, "EP": 4, "ETP": 0, "DP": 3, "targets": 48}

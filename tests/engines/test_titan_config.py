@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.logs.log import read_log
+from fourfold.logs.book import read_log
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog

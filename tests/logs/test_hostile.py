@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import fourfold
 from fourfold.errors import UserError
 from fourfold.logs import lines, nested
-from fourfold.logs.log import LogReader, read_log
+from fourfold.logs.book import LogReader, read_log
 from fourfold.logs.row import complete, row_of
 from fourfold.logs.series import MOST_LINES, Series
 from tests.logs import test_shapes, written
@@ -254,7 +254,7 @@ def test_a_gigabyte_under_a_memory_limit(tmp_path: Path) -> None:
     log = _big(tmp_path, 10**9)
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))\n"
-        "from fourfold.logs.log import read_log\n"
+        "from fourfold.logs.book import read_log\n"
         f"measured = read_log({str(log)!r}).runs[0].steps.measured()\n"
         "print(measured.seconds, measured.iterations)"
     )

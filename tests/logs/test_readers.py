@@ -9,8 +9,8 @@ import pytest
 
 import fourfold
 from fourfold.errors import UserError
+from fourfold.logs.book import read_log
 from fourfold.logs.experts import megatron_experts
-from fourfold.logs.log import read_log
 from fourfold.logs.row import Row, complete, row_of, shown_layout
 from tests.logs import written
 

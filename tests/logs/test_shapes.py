@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import fourfold
-from fourfold.logs.log import read_log
+from fourfold.logs.book import read_log
 from fourfold.spec import nccl_tests
-from fourfold.spec.labels import unlabelled
+from fourfold.spec.nccl_tests import unlabelled
 from tests.logs import written
 from tests.logs.test_readers import BLOOM, one, rows
 

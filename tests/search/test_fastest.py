@@ -27,8 +27,8 @@ from fourfold.cost.memory.peak import (
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.result.profile import cluster_of
+from fourfold.search.bounds import cells_of
 from fourfold.search.candidates import candidates
-from fourfold.search.cells import cells_of
 from fourfold.search.explain import explain
 from fourfold.search.fastest import CELLS, fastest
 from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points

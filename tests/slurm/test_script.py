@@ -18,7 +18,7 @@ from fourfold.launch.outcomes import JobScene, fallen
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.slurm_command import node_script
 from fourfold.launch.slurm_ranks import SlurmRanks, State
-from fourfold.logs.log import step_words
+from fourfold.logs.book import step_words
 from fourfold.result.job import PORT_VARIABLE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.spec.policy import Policy
-from fourfold.spec.variables import (
+from fourfold.spec.site import (
     MAX_VALUE_CHARS,
     is_plain,
     parse_assignments,

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 import fourfold
-from fourfold.logs.signs import words_of
+from fourfold.logs.nested import words_of
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import Routing
-from fourfold.tables.derive import derive, published
-from fourfold.tables.equivalence import equivalence
+from fourfold.tables.derive import derive, equivalence, published
 from fourfold.tables.forms import write
 from tests.logs import written
 from tests.logs.test_readers import BLOOM

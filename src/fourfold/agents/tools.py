@@ -24,9 +24,9 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.collect import CollectRequest
-from fourfold.verbs.fit_check import FitChecked, fit_check
 from fourfold.verbs.flops import Flops, FlopsRequest
 from fourfold.verbs.machine import planned_cluster
+from fourfold.verbs.plan import FitChecked, fit_check
 from fourfold.verbs.predict import NamedRun
 from fourfold.verbs.requests import CALIBRATION, PlanRequest, Rate
 from fourfold.verbs.trace_requests import DiagnoseRequest

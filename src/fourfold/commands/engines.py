@@ -17,7 +17,7 @@ from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output, table_csv
 from fourfold.page.document import MARK, show_page
-from fourfold.page.matrix import matrix_page
+from fourfold.page.report import matrix_page
 from fourfold.show.conformance import engines_page, verdicts_page
 from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 

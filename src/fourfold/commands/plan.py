@@ -16,7 +16,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
-from fourfold.search.export.around import AROUND
+from fourfold.search.export import AROUND
 from fourfold.show import plan as shown
 from fourfold.show.calendar import calendar_page
 from fourfold.show.explain import explain_page, front_page, largest_page

@@ -14,7 +14,7 @@ from fourfold.launch.permit import Permit
 from fourfold.result.job import Job, JobReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.variables import parse_assignments
+from fourfold.spec.site import parse_assignments
 
 USAGE = """\
 usage: python -m fourfold.launch [OPTION]... RUN.toml FOLDER

@@ -16,7 +16,7 @@ from fourfold.result.job import Job
 from fourfold.result.machine import host_memory_bytes, listed_gpus
 from fourfold.spec import check
 from fourfold.spec.run import RunSpec
-from fourfold.spec.variables import Env, require_plain
+from fourfold.spec.site import Env, require_plain
 from fourfold.units import counted, show_bytes
 
 

@@ -9,9 +9,8 @@ import re
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Yaml, number, whole
+from fourfold.logs.nested import Flat, Yaml, number, whole, words_of
 from fourfold.logs.series import StepLine
-from fourfold.logs.signs import words_of
 
 _BATCH = re.compile(
     r"\[(?:epoch=[0-9]{1,9}\]\[)?batch=([0-9]{1,12})(?:/[0-9]{1,12})?\]:?(\s*$|\s+Train .*)"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.spec.labels import unlabelled
+from fourfold.spec.nccl_tests import unlabelled
 
 # A configuration printed on one line has some 100 KB; more is not a line that anybody reads.
 MOST_CHARS = 2**20

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fourfold.logs.experts import megatron_experts
-from fourfold.logs.nested import Flat, bracketed, is_none, whole, yes
-from fourfold.logs.signs import words_of
+from fourfold.logs.nested import Flat, bracketed, is_none, whole, words_of, yes
 from fourfold.spec.words import RECOMPUTE
 
 # Today's name <- those of GPT-NeoX, of Megatron's first releases and of its forks.

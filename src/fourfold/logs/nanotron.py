@@ -10,9 +10,8 @@ import re
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, number, whole, yes
+from fourfold.logs.nested import Flat, Nested, number, whole, words_of, yes
 from fourfold.logs.series import StepLine
-from fourfold.logs.signs import words_of
 
 _STEP = re.compile(r"\biteration: ([0-9]{1,12}) / [0-9]{1,12} \|")
 _FIELD = re.compile(

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs import titan_events
+from fourfold.logs import tables
 from fourfold.logs.book import Book
 from fourfold.logs.experts import titan_layout, titan_placed
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, number, whole
+from fourfold.logs.nested import Flat, Nested, number, whole, words_of
 from fourfold.logs.series import StepLine
-from fourfold.logs.signs import words_of
 from fourfold.logs.titan_model import configured_sizes, printed_sizes, sizes_by_count
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
@@ -70,8 +69,8 @@ class Torchtitan:
 
     def take(self, line: Line) -> bool:
         text = line.text
-        if text.startswith("{") and titan_events.MARK in text:
-            titan_events.take(line, self.book)
+        if text.startswith("{") and tables.TITAN_MARK in text:
+            tables.take_titan_event(line, self.book)
             return True
         if "step:" in text and ("tps:" in text or "wps:" in text):
             self._nested = None  # a step ends any dump

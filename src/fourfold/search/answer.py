@@ -1,5 +1,8 @@
 """Makes the planner's answer to a ranking: rows in full, ties, what would reverse it, and why there
-is none."""
+is none.
+
+Seconds of a candidate by part, and as a reader thinks of them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,6 @@ from fourfold.search.alternatives import (
 )
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
-from fourfold.search.exposed import EXPOSED, exposed, parts_of
 from fourfold.search.fixes import ways_out
 from fourfold.search.legal import why_not
 from fourfold.search.listed import only
@@ -40,6 +42,31 @@ from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.units import counted
+
+# Parts of a step as a reader thinks of them: work, and what is paid beside it.
+EXPOSED = {
+    "compute": ("gemm", "attention", "elementwise", "head"),
+    "recompute": ("recompute",),
+    "tp": ("tp_comm",),
+    "cp": ("cp_comm",),
+    "ep": ("ep_comm",),
+    "pp": ("pp_comm", "bubble"),
+    "dp": ("dp_comm", "fsdp_comm"),
+    "host": ("host",),
+    "other": ("optimizer", "fixed", "jitter"),
+}
+
+
+def parts_of(ranking: Ranking, i: int) -> dict[str, float]:
+    """Seconds by part; of exchanges only where there are experts."""
+    hidden = () if ranking.query.model.moe else EXPOSED["ep"]
+    parts = ranking.predicted.times.parts.items()
+    return {name: float(part[i]) for name, part in parts if name not in hidden}
+
+
+def exposed(parts: Mapping[str, float]) -> dict[str, float]:
+    known = {name: some for name, some in EXPOSED.items() if some[0] in parts}
+    return {name: sum(parts[part] for part in some) for name, some in known.items()}
 
 
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:

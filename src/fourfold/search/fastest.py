@@ -10,8 +10,8 @@ import numpy as np
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.step.estimate import estimate
+from fourfold.search.bounds import Cells
 from fourfold.search.candidates import Places
-from fourfold.search.cells import Cells
 from fourfold.search.space import Bools, Space
 
 CELLS = 2048  # looked at before bounds are compared again

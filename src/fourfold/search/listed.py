@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
-from fourfold.search.cells import Cells
+from fourfold.search.bounds import Cells
 from fourfold.search.choice import order
 from fourfold.search.fastest import fastest
 from fourfold.search.space import Bools, Places, Pool

@@ -12,8 +12,8 @@ import numpy as np
 from fourfold.cost.columns import Floats
 from fourfold.cost.predict import Predictions
 from fourfold.events import Bar
+from fourfold.search.bounds import Cells, cells_of
 from fourfold.search.candidates import Candidates, candidates
-from fourfold.search.cells import Cells, cells_of
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
 from fourfold.search.fastest import fastest, timed

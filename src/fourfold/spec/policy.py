@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.layout import Layout
-from fourfold.spec.variables import require_form
+from fourfold.spec.site import require_form
 from fourfold.units import size_from
 
 Loss = Literal["auto", "torch", "lean"]

@@ -1,4 +1,10 @@
-"""One rank's trace, read and understood: steps, parts, settings; without any expectation."""
+"""One rank's trace, read and understood: steps, parts, settings; without any expectation.
+
+Kernels of a CUDA graph: no operator launches them, so no trace has their shapes. What is known
+of the run stands for them.
+
+The traced run as a RunSpec, from its settings.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fourfold.errors import UserError
 from fourfold.result.traces import TRACE_KEY, TracedRun
-from fourfold.spec import codec
+from fourfold.spec import catalog, codec
+from fourfold.spec.layout import AXES
+from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
-from fourfold.traces import graphs, parts
+from fourfold.traces import parts
 from fourfold.traces.chrome import GZIP_MAGIC
 from fourfold.traces.counted import Counts, count
 from fourfold.traces.events import Trace, read_chrome
@@ -19,11 +29,123 @@ from fourfold.traces.host import HostCalls
 from fourfold.traces.linked import Linked, link
 from fourfold.traces.nsys import SQLITE_MAGIC, read_nsys
 from fourfold.traces.placing import Placed, place
-from fourfold.traces.run import run_of
-from fourfold.traces.settings import Setting, infer
+from fourfold.traces.settings import Setting, infer, preset_of
 from fourfold.traces.shapes import Shapes, shapes_of
 from fourfold.traces.steps import TracedSteps, find_steps
 from fourfold.traces.timeline import TracedTimes, step_times
+
+_NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
+
+
+def run_of(settings: dict[str, Setting]) -> RunSpec | None:
+    """None where the trace says too little of the model."""
+    if any(name not in settings for name in _NEEDED):
+        return None
+    value = {name: one.value for name, one in settings.items()}
+    try:
+        shape = model_of(settings)
+        sizes = {axis: value.get(axis, 1) for axis in AXES}
+        accumulated = value.get("micro_batches", 1) * value["micro_batch"]
+        table: dict[str, Any] = {
+            "model": codec.encode(shape),
+            "gpus": value.get("gpus", 1),
+            "layout": sizes,
+            "batch": {
+                "seq_len": value["seq_len"] * sizes["cp"],
+                "micro_batch": value["micro_batch"],
+                "global_batch": accumulated * sizes["dp"],
+            },
+            "policy": _policy(value),
+        }
+        return codec.load(RunSpec, table)
+    except UserError:
+        return None
+
+
+def _policy(value: dict[str, Any]) -> dict[str, Any]:
+    precision = value.get("precision", "bf16")
+    weights = value.get("weights", "fp32")
+    word = precision if precision in ("fp32", "fp16") else "bf16"
+    policy: dict[str, Any] = {"compile": bool(value.get("compile"))}
+    if word == "bf16":
+        policy["precision"] = "bf16-pure" if weights == "bf16" else "bf16-mixed"
+    elif word == "fp32":
+        policy["precision"] = "fp32"
+    else:
+        policy["precision"] = "fp16-mixed"
+    if precision == "fp8":
+        policy["compute_dtype"] = "fp8"
+    recompute = value.get("recompute", "none")
+    policy["recompute"] = recompute
+    if value.get("sharding"):
+        policy["sharding"] = value["sharding"]
+    elif value.get("engine") in ("torchtitan", "fsdp2") and value.get("dp", 1) > 1:
+        policy["sharding"] = "zero3"
+    return policy
+
+
+def model_of(settings: dict[str, Setting]) -> ModelShape:
+    """The preset it resembles, cut to its layers; else a plain decoder of these sizes."""
+    value = {name: one.value for name, one in settings.items()}
+    tp = value.get("tp", 1)
+    layers = value["layers"] * value.get("pp", 1)
+    preset, _ = preset_of(settings)
+    if preset:
+        shape = catalog.model(preset)
+        tied = value.get("tied", shape.tied)
+        return replace(shape, layers=layers, tied=tied)
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": value["hidden"],
+        "heads": value["heads"] * tp,
+        "kv_heads": value.get("kv_heads", value["heads"]) * tp,
+        "head_dim": value.get("head_dim"),
+        "vocab": value["vocab"] * tp,
+        "ffn": value.get("ffn", 0) * tp or 4 * value["hidden"],
+        "tied": bool(value.get("tied", False)),
+        "name": "traced",
+    }
+    if value.get("experts"):
+        experts = {"experts": value["experts"] * value.get("ep", 1), "top_k": value["top_k"]}
+        moe = {"ffn": value.get("expert_ffn") or value["hidden"]}
+        return catalog.shape("mixtral", **sizes | experts, moe=moe)
+    family = "llama" if value.get("gated", True) else "gpt"
+    return catalog.shape(family, **sizes)
+
+
+def is_graphed(linked: Linked, steps: TracedSteps) -> bool:
+    """Whether most of the device's time is a graph's."""
+    launches = [i for i, text in enumerate(linked.trace.texts) if "GraphLaunch" in text]
+    if not launches or not len(linked.trace.calls):
+        return False
+    kernels = np.array(steps.kernels)
+    call, seconds = linked.call[kernels], linked.kernels.seconds[kernels]
+    by_graph = (call >= 0) & np.isin(linked.trace.calls.name[np.maximum(call, 0)], launches)
+    return bool(seconds[by_graph].sum() > 0.5 * seconds.sum())
+
+
+def graph_setting(spec: RunSpec | None) -> Setting:
+    evidence = "cudaGraphLaunch starts most kernels"
+    doubt = "a graph's kernels have no shapes in a trace: give --spec or a --log"
+    return Setting("launched", "CUDA graphs", evidence, "" if spec else doubt)
+
+
+def sizes_of(spec: RunSpec, shapes: Shapes, counts: Counts) -> tuple[Shapes, Counts]:
+    """Of one rank, as its shapes would have told."""
+    model, layout, batch = spec.model, spec.layout, spec.batch
+    length = batch.seq_len // layout.cp
+    tokens, micros = batch.micro_batch * length, batch.micro_count(layout.dp)
+    layers = model.layers // layout.pp
+    known = replace(
+        shapes, tokens=tokens, sequences=batch.micro_batch, length=length,
+        hidden=model.hidden, vocab=model.vocab // layout.tp, experts=model.experts // layout.ep,
+        expert_rows=tokens * model.top_k, expert_ffn=model.moe.ffn if model.moe else 0,
+    )  # fmt: skip
+    calls = micros * layers
+    return known, replace(
+        counts, micro_batches=micros, layers=layers, forwards=calls, backwards=calls
+    )
+
 
 _ENDINGS = (".json", ".json.gz", ".gz", ".sqlite", ".pt.trace.json")
 _PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
@@ -65,7 +187,7 @@ class Examined:
     def run(self) -> Run:
         shapes, counts = self.shapes, self.counts
         if self.is_graphed and self.spec is not None:
-            shapes, counts = graphs.sizes_of(self.spec, shapes, counts)
+            shapes, counts = sizes_of(self.spec, shapes, counts)
         small = sum(part == parts.ELEMENTWISE for part in self.placed.part.values())
         texts = self.linked.trace.texts
         n = len(self.steps.steps)
@@ -129,7 +251,7 @@ def examine(trace: Trace, overruled: dict[str, tuple[Any, str]] | None = None) -
     host = HostCalls(linked)
     times = tuple(step_times(linked, placed.part, step, host) for step in steps.steps)
     spec = told.spec if told else run_of(settings)
-    graphed = graphs.is_graphed(linked, steps)
+    graphed = is_graphed(linked, steps)
     return Examined(linked, steps, shapes, placed, counts, settings, spec, times, told, graphed)
 
 

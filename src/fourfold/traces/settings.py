@@ -13,9 +13,8 @@ from fourfold.spec import catalog
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
 from fourfold.traces.counted import Counts
-from fourfold.traces.groups import axis_sizes, descriptions, world_size
 from fourfold.traces.linked import Linked
-from fourfold.traces.placing import Placed
+from fourfold.traces.placing import Placed, axis_sizes, descriptions, world_size
 from fourfold.traces.shapes import Shapes
 
 _DTYPES = {

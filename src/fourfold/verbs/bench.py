@@ -14,9 +14,8 @@ from fourfold.result.traces import trace_path
 from fourfold.search.legal import why_not
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.site import Site
+from fourfold.spec.site import Site, parse_assignments
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
-from fourfold.spec.variables import parse_assignments
 from fourfold.verbs import Answer
 from fourfold.verbs.engine_runs import campaign_of, engine_predictor
 from fourfold.verbs.engines import engine_template

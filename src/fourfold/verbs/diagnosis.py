@@ -1,10 +1,17 @@
-"""What diagnose answers: parts, causes, settings, ranks."""
+"""What diagnose answers: parts, causes, settings, ranks.
+
+A diagnosis as a stored run, a row like any other.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
+from fourfold.errors import UserError
+from fourfold.result.files.store import Store
+from fourfold.result.report import Prediction, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.traces import parts
 from fourfold.traces.cause import Cause
@@ -13,6 +20,40 @@ from fourfold.traces.expect import Expected, Interval
 from fourfold.traces.settings import Setting, preset_of
 from fourfold.traces.what_if import WhatIf
 from fourfold.verbs import Answer
+
+
+def keep(diagnosis: Diagnosis, root: str) -> str:
+    spec = diagnosis.found.spec
+    if spec is None:
+        rule = "needs the run: the trace says too little of it"
+        raise UserError(rule, field="runs", value=root, hint="give --model or --spec")
+    value = {name: one.value for name, one in diagnosis.settings.items()}
+    engine = str(value.get("engine", "unknown"))
+    environment = {
+        "device": str(value.get("gpu", "")),
+        "torch": f"{engine} traced",
+        "host": "",
+        "engine": engine,
+        "trace": diagnosis.found.linked.trace.path,
+        "diagnosis": diagnosis.verdict,
+    }
+    steps = tuple(
+        StepReport(step=number, seconds=step.seconds, loss=None, warmup=False)
+        for number, step in enumerate(diagnosis.found.steps.steps)
+    )
+    expected = diagnosis.expected.step if diagnosis.expected else None
+    report = RunReport(
+        spec=spec,
+        outcome="ok",
+        environment=tuple(sorted(environment.items())),
+        steps=steps,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        predicted=Prediction(
+            step_s=expected.mid, step_s_low=expected.low, step_s_high=expected.high,
+            peak_bytes=0.0, basis=diagnosis.basis,
+        ) if expected else None,
+    )  # fmt: skip
+    return str(Store(root).keep(report).folder)
 
 
 @dataclass(frozen=True, slots=True)

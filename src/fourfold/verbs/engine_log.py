@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable
 
 from fourfold.launch.command import Ended
-from fourfold.logs.book import LogRun
+from fourfold.logs.book import LogReader, LogRun
 from fourfold.logs.lines import clean
-from fourfold.logs.log import LogReader
 from fourfold.logs.series import StepLine
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
 from fourfold.spec.run import RunSpec

@@ -19,7 +19,7 @@ from fourfold.launch.permit import Permit, said_if_not_alone
 from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_command import follow_command, node_script
-from fourfold.logs.log import step_words
+from fourfold.logs.book import step_words
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
 from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport

@@ -11,14 +11,13 @@ from fourfold import files
 from fourfold.cost.stacks import RELEASES
 from fourfold.errors import UserError, nearest
 from fourfold.launch.permit import gpu_count
-from fourfold.logs.log import READERS
+from fourfold.logs.book import READERS
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
-from fourfold.spec.site import Site
-from fourfold.spec.variables import Env, require_form
+from fourfold.spec.site import Env, Site, require_form
 
 _DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from fourfold import files
-from fourfold.cost.exam import season as seasons
+from fourfold.cost.exam import entrants as seasons
 from fourfold.cost.exam import submission as submissions
-from fourfold.cost.exam.entrants import ENTRANTS, card_of
-from fourfold.cost.exam.season import Season
+from fourfold.cost.exam.entrants import ENTRANTS, Season, card_of
 from fourfold.cost.exam.submission import Card
 from fourfold.cost.fit.accuracy import Score, score, timed_rows
 from fourfold.cost.fit.folds import Bools

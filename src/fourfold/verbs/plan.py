@@ -1,24 +1,37 @@
-"""plan, explain, stacks: the fastest layouts of a model on these machines, and whether they fit."""
+"""plan, explain, stacks: the fastest layouts of a model on these machines, and whether they fit.
+
+The best measured run of a plan's model and sequence, to compare its first choice with.
+
+fit_check: whether a layout fits, what fills the fullest rank, and what would need less.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Unpack
+
+import numpy as np
 
 from fourfold.cost.experts import imbalance
 from fourfold.cost.schedule import Timeline
+from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reports import report_rows
+from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer
 from fourfold.search.compare import best_of
-from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
-from fourfold.search.plan_answer import EngineBest, PlanAnswer, Routed
+from fourfold.search.explain import Explanation, Smallest, explain_ranking, timeline, ways_to_run
+from fourfold.search.legal import Refusal
+from fourfold.search.plan_answer import EngineBest, MeasuredBest, PlanAnswer, Routed
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
 from fourfold.spec.layout import Layout
+from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import (
     Machine,
@@ -26,9 +39,88 @@ from fourfold.verbs.machine import (
     planned_calibration,
     planned_cluster,
 )
-from fourfold.verbs.measured import best_measured
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitChecked(Answer):
+    """One layout, in its fastest way to run of those that the request leaves open. `smallest`: of a
+    layout that does not fit, the way that needs least; `refusals`: the rules that it breaks."""
+
+    layout: str
+    legal: bool
+    fits: bool
+    memory_bytes: float  # of a GPU
+    refusals: tuple[str, ...] = ()
+    nearest: tuple[str, ...] = ()
+    micro_batch: int | None = None
+    sharding: str | None = None
+    recompute: str | None = None
+    fit_chance: float | None = None
+    peak_bytes: float | None = None
+    peak_bytes_low: float | None = None
+    peak_bytes_high: float | None = None
+    parts_bytes: dict[str, float] | None = None
+    provenance: str | None = None
+    smallest: Smallest | None = None
+
+
+def fit_check(
+    request: PlanRequest, layout: str | Layout, *, on_event: OnEvent = ignore
+) -> FitChecked:
+    """What the request decides of micro batch, sharding and recompute is kept."""
+    found = explain(request, layout, on_event=on_event).explanation
+    row = found.row
+    sizes: dict[str, Any] = {} if row is None else {
+        "micro_batch": row.micro_batch, "sharding": row.policy.sharding,
+        "recompute": row.policy.recompute, "fit_chance": row.fit_chance,
+        "peak_bytes": row.peak_bytes, "peak_bytes_low": row.peak_bytes_low,
+        "peak_bytes_high": row.peak_bytes_high, "parts_bytes": row.memory_bytes,
+        "provenance": row.provenance,
+    }  # fmt: skip
+    return FitChecked(
+        layout=str(found.layout),
+        legal=found.legal,
+        fits=found.fits,
+        memory_bytes=found.memory_bytes,
+        refusals=tuple(str(Refusal(**one)) for one in found.refusals),
+        nearest=found.nearest,
+        smallest=found.smallest,
+        **sizes,
+    )
+
+
+def best_measured(path: str, query: PlanQuery) -> MeasuredBest:
+    """Of a table's rows or a store's runs, the one with most tokens per second and GPU: other
+    numbers of GPUs and batches compare too. Vocabularies are padded, so their size is not asked."""
+    rows = report_rows(path, query.cluster) if Path(path).is_dir() else parse(read_table(path))
+    c, model = rows.columns, query.model
+    same = rows.usable & (rows.step_s > 0)
+    asked = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads,
+             "kv_heads": model.kv_heads, "ffn": model.ffn, "seq": query.batch.seq_len}  # fmt: skip
+    for name, value in asked.items():
+        same &= getattr(c, name) == value
+    if not same.any():
+        return MeasuredBest(source=path)
+    speed = np.where(same, c.seq * c.batch / (rows.step_s * c.gpus), 0.0)
+    return _named(rows, int(np.argmax(speed)), path, float(speed.max()))
+
+
+def _named(rows: Rows, i: int, path: str, tokens_s_gpu: float) -> MeasuredBest:
+    c = rows.columns
+    pp, dp, cp, tp, looped = (int(sizes[i]) for sizes in (c.pp, c.dp, c.cp, c.tp, c.vpp))
+    layout = Layout(pp=pp, shard=dp, cp=cp, tp=tp)
+    return MeasuredBest(
+        source=path,
+        row=rows.table.column("row_id")[i],
+        name=f"{layout} v{looped}" if looped > 1 else str(layout),
+        micro_batch=int(c.micro[i]),
+        sharding=SHARDINGS[int(c.zero[i])],
+        gpus=int(c.gpus[i]),
+        step_s=float(rows.step_s[i]),
+        tokens_s_gpu=tokens_s_gpu,
+    )
 
 
 def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:

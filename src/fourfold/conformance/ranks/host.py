@@ -27,8 +27,14 @@ import torch.distributed as dist
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Case, micro_batches, tiny_of
 from fourfold.conformance.ranks.compare import figures, relative, signature
-from fourfold.conformance.ranks.elements import Elements, held_norm
-from fourfold.conformance.ranks.reference import Tiny, batch, steady_seed, train
+from fourfold.conformance.ranks.reference import (
+    Elements,
+    Tiny,
+    batch,
+    held_norm,
+    steady_seed,
+    train,
+)
 
 # What the others still say after one rank has failed.
 LAST_WORDS_S = 3.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fourfold.conformance.ranks.elements import Elements
-from fourfold.conformance.ranks.reference import Tiny, attend, rms_norm, route
+from fourfold.conformance.ranks.reference import Elements, Tiny, attend, rms_norm, route
 
 
 class Block(nn.Module):

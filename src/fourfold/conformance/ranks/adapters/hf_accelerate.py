@@ -9,9 +9,8 @@ import torch
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.elements import local
 from fourfold.conformance.ranks.plain import Plain
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
+from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, local
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.elements import local
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, STEPS, batch
+from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, STEPS, batch, local
 from fourfold.conformance.ranks.shims import tensor_ranks_on_cpu
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"

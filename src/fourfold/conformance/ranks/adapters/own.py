@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Case, Look
-from fourfold.conformance.ranks.elements import Part
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, batch
+from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part, batch
 from fourfold.engine import compat
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.optimizer import OptimizerSettings
