@@ -19,7 +19,7 @@ import numpy as np
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack, to_json
 from fourfold.cost.fit.fit import fit_entries
-from fourfold.cost.fit.sample import sample
+from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.validate import only
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.table.predict import RowPredictions, predict

@@ -22,10 +22,9 @@ from fourfold.cost.fit.calibration import (
 )
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
 from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, fit_many
-from fourfold.cost.fit.folds import folds
+from fourfold.cost.fit.folds import folds, sample
 from fourfold.cost.fit.interval import bounds
-from fourfold.cost.fit.sample import sample
-from fourfold.cost.fit.suggest import suggest
+from fourfold.cost.fit.validate import suggest
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table

@@ -13,8 +13,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
 from fourfold.cost.fit.fit import fit_entries
-from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out
-from fourfold.cost.fit.sample import sample
+from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
 from fourfold.cost.fit.validate import left_out_of
 from fourfold.cost.stacks import family_of
 from fourfold.cost.table.reference import read_table

@@ -15,6 +15,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
 from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.fit.validate import others_of
+from fourfold.cost.memory.held import kept_bytes
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     REFUSED,
@@ -25,7 +26,6 @@ from fourfold.cost.memory.peak import (
     memory,
     memory_bounds,
 )
-from fourfold.cost.memory.walk import kept_bytes
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import family_of

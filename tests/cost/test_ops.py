@@ -73,7 +73,7 @@ def test_a_recomputed_layer_repeats_its_forward_pass():
 
 
 def test_names_are_those_of_the_engines_layers():
-    from fourfold.engine.model.layer import Layer
+    from fourfold.engine.model.decoder import Layer
 
     layer = Layer(catalog.model("llama-tiny"), 0, fused=True)
     modules = {name for name, _ in layer.named_modules()}

@@ -20,8 +20,7 @@ from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.tokens import copies
-from fourfold.cost.step.traffic import host_layer_s
+from fourfold.cost.step.traffic import copies, host_layer_s
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import Rows, parse

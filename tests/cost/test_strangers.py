@@ -15,8 +15,8 @@ from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.fit.fit import fit_entries
+from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.interval import bounds, open_network, why_wide
-from fourfold.cost.fit.sample import sample
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.ops.ends import SENT_ALONE
 from fourfold.cost.step.estimate import (

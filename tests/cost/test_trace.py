@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fourfold.cost.trace.attention import allgather, ring, ulysses
-from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.steps import Ask, axis_groups, spans
-from fourfold.cost.trace.walk import StepRow, walk
+from fourfold.cost.trace.walk import StepRow, mlp, mlp2d, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.cluster import stretched

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.engine.model.fast_router import best_experts, router_product
 from fourfold.engine.model.grouped import grouped_experts
+from fourfold.engine.model.router import best_experts, router_product
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: the kernels are Triton's"))]  # fmt: skip

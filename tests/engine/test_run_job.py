@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.engine.jobs import dryrun
 from fourfold.engine.jobs.dryrun import count_rank, with_micro_batches
-from fourfold.engine.model.layer import Layer
+from fourfold.engine.model.decoder import Layer
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, answer_file
 from fourfold.result.one_rank import RankCount

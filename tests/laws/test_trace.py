@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.attention import allgather, ring, ulysses
-from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program
-from fourfold.cost.trace.walk import StepRow, walk
+from fourfold.cost.trace.walk import StepRow, mlp, mlp2d, walk
 from fourfold.output import Output, text_of
 from fourfold.show.trace import page
 from fourfold.spec import catalog

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns
-from fourfold.cost.memory.walk import kept_bytes
+from fourfold.cost.memory.held import kept_bytes
 from fourfold.cost.ops.ends import embedding, handover, head
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
-from fourfold.cost.step.cpu_rates import rates_of
-from fourfold.cost.step.estimate import once_ops
-from fourfold.cost.step.layer import part_of
+from fourfold.cost.step.estimate import once_ops, part_of
+from fourfold.cost.step.rates import rates_of
 
 # What no operation does, and what a step shows of it.
 WAITING = {

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.memory.held import layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
-from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
-from fourfold.cost.step.cpu_rates import rates_of
-from fourfold.cost.step.estimate import fixed_s, last_rounds, waiting_s
-from fourfold.cost.step.layer import ops_s
+from fourfold.cost.step.estimate import fixed_s, last_rounds, ops_s, waiting_s
 from fourfold.cost.step.pipeline import fill_share
+from fourfold.cost.step.rates import rates_of
 from fourfold.result.one_rank import OneRankResult
 
 

@@ -23,7 +23,7 @@ from fourfold import door, files
 from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
-from fourfold.logs import cloudai, metrics
+from fourfold.logs import metrics
 from fourfold.logs.book import Book
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, require_headings
@@ -87,7 +87,7 @@ def is_table(path: str | Path) -> bool:
     first = _first(path)
     if first.startswith(_LISTS) or _is_object(first) or _is_schema(_split(first)):
         return True
-    return first.startswith("{") and cloudai.document(path) is not None
+    return first.startswith("{") and metrics.cloudai_report(path) is not None
 
 
 def _first(path: str | Path) -> str:
@@ -121,9 +121,9 @@ def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
     first = next((line for line in lines if line.text.strip()), None)
     if first is None:
         return TableRead("empty")
-    if first.text.startswith("{") and (report := cloudai.document(path)) is not None:
+    if first.text.startswith("{") and (report := metrics.cloudai_report(path)) is not None:
         read = TableRead("CloudAI")
-        cloudai.read(report, read.book)
+        metrics.read_cloudai(report, read.book)
         return read
     if first.text.startswith(_LISTS):
         return _metrics(path, metrics.listed(first), "metrics")

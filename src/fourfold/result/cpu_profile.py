@@ -1,4 +1,4 @@
-"""What a profile of a CPU says of our engine there, as coefficients of cost/step/cpu_rates.py: of
+"""What a profile of a CPU says of our engine there, as coefficients of cost/step/rates.py: of
 one rank while as many as the host has do the same."""
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ import numpy as np
 
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts
-from fourfold.cost.step.estimate import ends_s
+from fourfold.cost.step.estimate import ends_s, layer_times
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
-from fourfold.cost.step.layer import layer_times
 from fourfold.search.rules.case import divisors
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import PRICED_ATTENTION

@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.cost.columns import Floats
 from fourfold.cost.ops.experts import experts
 from fourfold.cost.ops.op import Sizes
-from fourfold.cost.step.cpu_rates import rates_of
+from fourfold.cost.step.rates import rates_of
 from fourfold.search.advise import Kernels, LayerShape, judged, near
 
 # A grouped product works through an expert's columns in tiles of so many, and reads rows of whole

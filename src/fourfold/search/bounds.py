@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.ops.ends import handover
 from fourfold.cost.ops.weights import weights
-from fourfold.cost.step.cpu_rates import is_cpu, rates_of
 from fourfold.cost.step.estimate import (
     end_of_step_s,
     ends_s,
     fixed_s,
+    layer_times,
+    ops_s,
     pipe_s,
     stage_times,
     waiting_s,
 )
-from fourfold.cost.step.layer import layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes
-from fourfold.cost.step.rates import overlapped_s
+from fourfold.cost.step.rates import is_cpu, overlapped_s, rates_of
 from fourfold.search.candidates import Ints, Places, repeats, row_numbers
 from fourfold.search.peaks import blocks, on_cores
 from fourfold.search.query import PlanQuery

@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.held import least_beside, least_state, most_beside, most_state
+from fourfold.cost.memory.held import (
+    layer_bytes,
+    least_beside,
+    least_state,
+    most_beside,
+    most_state,
+)
 from fourfold.cost.memory.peak import (
     GIB,
     gathered_bytes,
@@ -25,7 +31,6 @@ from fourfold.cost.memory.peak import (
     weight_bytes,
 )
 from fourfold.cost.memory.stage import around_bytes, stages
-from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.query import PlanQuery

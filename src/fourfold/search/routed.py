@@ -14,7 +14,7 @@ from fourfold.cost.fit.interval import TWO_SIDED_80
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.step.kernels import HALF_ROWS
-from fourfold.cost.step.tokens import copies
+from fourfold.cost.step.traffic import copies
 from fourfold.search.plan_answer import Capacity, Routed
 from fourfold.search.ranking import Ranking
 

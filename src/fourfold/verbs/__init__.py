@@ -1,12 +1,74 @@
-"""The verbs: a typed request in, a frozen dataclass out; events go to the caller's `on_event`."""
+"""The verbs: a typed request in, a frozen dataclass out; events go to the caller's `on_event`.
+
+Fields of a request as a program gives them: texts with units become numbers, and what they must
+be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
+from fourfold.errors import UserError
 from fourfold.escape import html_table
-from fourfold.spec import codec
+from fourfold.spec import check, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.units import counted
+
+LAYOUT_RULE = "must be a table, a text such as 'tp8 pp2', or a Layout"
+
+
+def read_plan(request: Any) -> None:
+    """What a PlanRequest may also be given: sizes with units, a Layout, a Policy."""
+    if isinstance(request.global_batch, str):
+        plain = {"seq_len": request.seq_len, "global_batch": request.global_batch}
+        set_field(request, "global_batch", codec.decode(Batch, plain).global_batch)
+    read_units(request)
+    if isinstance(request.layout, Layout):
+        require_world(request.layout, request.gpus)
+        set_field(request, "layout", str(request.layout))
+    if isinstance(request.policy, Policy):
+        set_field(request, "policy", codec.encode(request.policy))
+    check.that(isinstance(request.layout, str | Mapping), "layout", request.layout, LAYOUT_RULE)
+    check.that(isinstance(request.policy, Mapping), "policy", request.policy, "must be a table")
+
+
+def read_units(request: Any) -> None:
+    """Texts with units ('8k', '300B', '10%') as the numbers they mean, in a request that a program
+    makes; the command line has read its own. Other texts, and what is no number, are refused."""
+    for name, hint in codec.type_hints(type(request)).items():
+        value = getattr(request, name)
+        (kind, *others) = [one for one in get_args(hint) or (hint,) if one is not type(None)]
+        if get_origin(hint) is Annotated:
+            kind, others = hint, []
+        if value is None or others:
+            continue
+        has_units = get_origin(kind) is Annotated
+        base = get_args(kind)[0] if has_units else kind
+        if base in (int, float, bool) or (has_units and isinstance(value, str)):
+            plain = value.item() if hasattr(value, "item") else value  # of NumPy
+            set_field(request, name, codec.decode_value(kind, plain, name))
+
+
+def set_field(request: Any, name: str, value: Any) -> None:
+    """Of a frozen request, while it is made."""
+    object.__setattr__(request, name, value)
+
+
+def at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise UserError("must be 1 or more", field=name.replace("_", "-"), value=value)
+
+
+def require_world(layout: Layout, gpus: int | None) -> None:
+    """A layout of a program has every axis, unlike a text that names some."""
+    rule = f"uses {counted(layout.world, 'GPU')}, not {gpus}"
+    hint = "a Layout decides every axis; 'tp2' as a text decides one"
+    check.that(gpus in (None, layout.world), "layout", str(layout), rule, hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from fourfold import door
 from fourfold.cost.fit.accuracy import FoldScore, Result, fold_scores, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
+from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.pairs import PairScore, pair_scores
-from fourfold.cost.fit.sample import sample
-from fourfold.cost.fit.suggest import suggest
-from fourfold.cost.fit.validate import calibrate
+from fourfold.cost.fit.validate import calibrate, suggest
 from fourfold.cost.table.reference import impossible, read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse

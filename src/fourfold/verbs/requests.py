@@ -19,7 +19,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, share_from, size_from
-from fourfold.verbs.fields import LAYOUT_RULE, read_plan
+from fourfold.verbs import LAYOUT_RULE, read_plan
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]

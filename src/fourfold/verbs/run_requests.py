@@ -17,7 +17,7 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault
-from fourfold.verbs.fields import at_least_one
+from fourfold.verbs import at_least_one
 from fourfold.verbs.requests import CONVENTION, STORE, Size
 
 

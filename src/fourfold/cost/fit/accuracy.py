@@ -15,8 +15,7 @@ import numpy as np
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.fit import fit_entries
-from fourfold.cost.fit.folds import KINDS, MANY_ROWS, Bools
-from fourfold.cost.fit.sample import sample
+from fourfold.cost.fit.folds import KINDS, MANY_ROWS, Bools, sample
 from fourfold.cost.fit.validate import few_shot, held_out, left_out_of, others_of
 from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.stacks import has_experts

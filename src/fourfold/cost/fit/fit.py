@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import FittedStack, blend, states
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
+from fourfold.cost.fit.folds import Places, Sample, joined_samples
 from fourfold.cost.fit.interval import counts
 from fourfold.cost.fit.ranges import ranges
-from fourfold.cost.fit.sample import Places, Sample, joined_samples
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults

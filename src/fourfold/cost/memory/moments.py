@@ -15,15 +15,17 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.memory.held import (
     GPIPE,
     Held,
+    LayerBytes,
     backward_bytes,
     held,
     in_later,
     in_single_round,
     is_split,
+    logits_bytes,
+    loss_bytes,
     sums_bytes,
 )
 from fourfold.cost.memory.stage import Stage, Weights, stage_weights
-from fourfold.cost.memory.walk import LayerBytes, logits_bytes, loss_bytes
 
 
 @dataclass(frozen=True, slots=True)

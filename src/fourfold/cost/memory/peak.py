@@ -18,9 +18,9 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.interval import TWO_SIDED_80
+from fourfold.cost.memory.held import kept_bytes, layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import around_bytes, stages
-from fourfold.cost.memory.walk import kept_bytes, layer_bytes
 from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
 from fourfold.cost.ops.op import Sizes

@@ -14,7 +14,7 @@ from fourfold.cost.columns import Floats, columns
 from fourfold.cost.fit import coefficients
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import device_facts, fabric_facts
-from fourfold.cost.step.layer import part_of
+from fourfold.cost.step.estimate import part_of
 from fourfold.cost.step.rates import Rates
 from fourfold.cost.trace.steps import CP_KINDS, Ask
 from fourfold.cost.trace.walk import PROGRAMS, walk

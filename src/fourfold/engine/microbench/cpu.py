@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fourfold.engine import compat
-from fourfold.engine.microbench.rounds import Rounds, Work, in_rounds
-from fourfold.engine.model.layer import Layer
+from fourfold.engine.microbench.device import Rounds, Work, in_rounds
+from fourfold.engine.model.decoder import Layer
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.observe.operators import moved_bytes
 from fourfold.engine.parallel.groups import Group, all_gather

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fourfold.engine import compat
 from fourfold.engine.model.layers import Mlp, Parts
 from fourfold.engine.model.router import Router
-from fourfold.engine.model.rows import order_rows, put_rows, take_rows
-from fourfold.engine.model.swiglu_rows import scored_swiglu
+from fourfold.engine.model.rows import order_rows, put_rows, scored_swiglu, take_rows
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape
 

@@ -15,9 +15,14 @@ from torch import Tensor
 
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.experts import Experts, MoeMlp, dispatch_local
-from fourfold.engine.model.fast_router import best_of, router_product
-from fourfold.engine.model.rows import order_rows, put_rows, take_rows
-from fourfold.engine.model.swiglu_rows import swiglu_rows, swiglu_rows_backward
+from fourfold.engine.model.router import best_of, router_product
+from fourfold.engine.model.rows import (
+    order_rows,
+    put_rows,
+    swiglu_rows,
+    swiglu_rows_backward,
+    take_rows,
+)
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

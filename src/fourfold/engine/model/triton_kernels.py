@@ -1,10 +1,121 @@
 """GPU kernels: each value is read once and written once, where torch's own take twice that time.
 
 Apart from the modules that use them, since triton is imported only where there is a GPU.
+
+GPU kernels of a layer with experts: who goes where, rows there and back, and the activation.
+
+N tokens, E experts, K experts of a token, R = N x K rows in the order of experts.
 """
 
 import triton  # pyrefly: ignore [missing-import]
 import triton.language as tl  # pyrefly: ignore [missing-import]
+
+
+@triton.jit
+def best(scores, ids, tokens, experts, K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr):
+    """The K largest of each token's scores, largest first; of equals the one with the lower id."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, E)
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    at = token.to(tl.int64)[:, None] * experts + column[None, :]
+    left = tl.load(scores + at, mask=inside, other=float("-inf")).to(tl.float32)
+    for k in tl.static_range(K):
+        top = tl.max(left, axis=1)
+        chosen = tl.min(tl.where(left == top[:, None], column[None, :], E), axis=1)
+        tl.store(ids + token.to(tl.int64) * K + k, chosen, mask=token < tokens)
+        left = tl.where(column[None, :] == chosen[:, None], float("-inf"), left)
+
+
+@triton.jit
+def count(ids, counts, rows, blocks, E: tl.constexpr, ROWS: tl.constexpr):
+    """Of each expert in this block of rows; `counts` is [E, blocks]."""
+    block = tl.program_id(0)
+    row = block * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(ids + row, mask=row < rows, other=E)
+    hits = (expert[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
+    tl.store(counts + tl.arange(0, E) * blocks + block, tl.sum(hits, axis=0))
+
+
+@triton.jit
+def place(ids, ends, counts, place_of, row_of, rows, blocks, E: tl.constexpr, ROWS: tl.constexpr):
+    """`ends` is the running sum of `counts`: where this block's rows of an expert end. Earlier rows
+    come first."""
+    block = tl.program_id(0)
+    row = block * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, E)
+    expert = tl.load(ids + row, mask=inside, other=E)
+    is_here = expert[:, None] == column[None, :]
+    hits = is_here.to(tl.int32)
+    at = column * blocks + block
+    first = tl.load(ends + at) - tl.load(counts + at)
+    where = tl.cumsum(hits, axis=0) - 1 + first[None, :]
+    where = tl.sum(tl.where(is_here, where, 0), axis=1)
+    tl.store(place_of + row, where, mask=inside)
+    tl.store(row_of + where, row, mask=inside)
+
+
+@triton.jit
+def take(x, place_of, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token goes to each of its K rows: read once, since reading is what misses the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + token * width + column, mask=inside, other=0.0)
+    for k in tl.static_range(K):
+        row = tl.load(place_of + token * K + k).to(tl.int64)
+        tl.store(rows + row * width + column, value, mask=inside)
+
+
+@triton.jit
+def put(rows, place_of, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token is the sum of its K rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(place_of + token * K + k).to(tl.int64)
+        total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total, mask=inside)
+
+
+@triton.jit
+def swiglu_rows(gate_up, scores, source, out, width, BLOCK: tl.constexpr):
+    """silu(gate) x up x the row's score."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    left = row * 2 * width + column
+    gate = tl.load(gate_up + left, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + left + width, mask=inside, other=0.0).to(tl.float32)
+    score = tl.load(scores + tl.load(source + row)).to(tl.float32)
+    tl.store(out + row * width + column, gate * tl.sigmoid(gate) * up * score, mask=inside)
+
+
+@triton.jit
+def swiglu_rows_backward(
+    gate_up, scores, source, grad, grad_gate_up, again, grad_scores, width, BLOCK: tl.constexpr
+):
+    """One whole row: gradients of gate, up and score, and the activation once more (`again` may be
+    `grad`, `grad_gate_up` may be `gate_up`: a value is read before its place is written)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    left = row * 2 * width + column
+    gate = tl.load(gate_up + left, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + left + width, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    at = tl.load(source + row)
+    score = tl.load(scores + at).to(tl.float32)
+    share = tl.sigmoid(gate)
+    silu = gate * share
+    tl.store(grad_scores + at, tl.sum(slope * silu * up, axis=0))
+    tl.store(again + row * width + column, silu * up * score, mask=inside)
+    slope = slope * score
+    tl.store(grad_gate_up + left, slope * up * (share + silu * (1.0 - share)), mask=inside)
+    tl.store(grad_gate_up + left + width, slope * silu, mask=inside)
+
 
 # GELU, by the formula of activations.py and the hardware's own reciprocal.
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.engine import compat
-from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.decoder import Decoder, Layer
 from fourfold.engine.model.experts import MoeMlp
-from fourfold.engine.model.layer import Layer
 from fourfold.spec.policy import Policy
 
 
