@@ -5,18 +5,14 @@ A quick sample runs always; the long set has 1,000 mutations and 3,000 commands 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.result.files.run_file import INDEX, RUN_FILE
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
@@ -31,12 +27,9 @@ from fourfold.result.report import (
 )
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from tests.fuzz import call, damaged, revalue
 
 DEEP = "[" * 3000 + "]" * 3000
-ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, 1e308, 10**30, "", "x", "\x1b[2J", "9" * 300, [], {}, [[]], {"a": 1},
-    [1, "x", None], "pp1 dp1", {"x": {"y": []}}, float("inf"), -0.5, "../../etc/passwd", "\ud800",
-)  # fmt: skip
 TEXTS = ("", "[]", "null", "5", '"x"', "{", "{}", DEEP, '{"a":1,"a":2}', "NaN", "\ufeff{}",
          '{"runs": {}, "crc32": "0"}', "1" * 6000, '{"spec": ' + "9" * 5000 + "}")  # fmt: skip
 
@@ -83,14 +76,6 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def call(words: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(words)
-    assert "Traceback" not in err.getvalue()
-    return code, out.getvalue(), err.getvalue()
-
-
 def commands(runs: Path, names: list[str]) -> list[list[str]]:
     one, other = names[0][:16], names[-1][:16]
     at = ["--runs", str(runs)]
@@ -112,62 +97,27 @@ def commands(runs: Path, names: list[str]) -> list[list[str]]:
 # --- mutations: each changes one thing at `path`
 
 
-def flip(path: Path, dice: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-    path.write_bytes(content)
-
-
-def splice(path: Path, dice: random.Random) -> None:
-    content = path.read_bytes()
-    start = dice.randrange(len(content))
-    junk = dice.choice([b"", b"\0", b"}", b'"', b",", b"\xff\xfe", b"9" * 400, b"[" * 2000, b"\n"])
-    path.write_bytes(content[:start] + junk + content[start + dice.randrange(40) :])
-
-
-def cut(path: Path, dice: random.Random) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: dice.randrange(len(content))])
+def damage(path: Path, dice: random.Random) -> None:
+    path.write_bytes(damaged(path.read_bytes(), dice))
 
 
 def other_text(path: Path, dice: random.Random) -> None:
     path.write_text(dice.choice(TEXTS))
 
 
-def recoded(path: Path, dice: random.Random) -> None:
-    text = path.read_text()
-    path.write_bytes(dice.choice([text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode(),
-                                  text.replace("\n", "\r\n").encode()]))  # fmt: skip
-
-
-def _places(data: Any) -> Iterator[tuple[Any, Any]]:
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
-        yield data, key
-        if isinstance(value, dict | list):
-            yield from _places(value)
-
-
-def revalue(path: Path, dice: random.Random) -> None:
+def new_value(path: Path, dice: random.Random) -> None:
     """Another value somewhere, or an entry less; the sum stays as it was."""
     plain = json.loads(path.read_text())
-    _change(plain, dice)
+    revalue(plain, dice)
     path.write_text(json.dumps(plain, indent=2))
 
 
-def revalue_and_seal(path: Path, dice: random.Random) -> None:
+def new_value_and_seal(path: Path, dice: random.Random) -> None:
     """The same by somebody who knows how sums are made."""
     plain = json.loads(path.read_text())
     plain.pop("crc32", None)
-    _change(plain, dice)
+    revalue(plain, dice)
     path.write_bytes(seal(json.dumps(plain, indent=2)))
-
-
-def _change(plain: Any, dice: random.Random) -> None:
-    holder, key = dice.choice(list(_places(plain)))
-    if dice.random() < 0.15:
-        del holder[key]
-    else:
-        holder[key] = dice.choice(ODD)
 
 
 def stand_in(path: Path, dice: random.Random) -> None:
@@ -191,8 +141,8 @@ def swap(path: Path, dice: random.Random) -> None:
 
 
 KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
-    flip, flip, splice, cut, other_text, recoded, revalue, revalue, revalue_and_seal,
-    revalue_and_seal, stand_in, swap,
+    damage, damage, damage, damage, other_text, new_value, new_value, new_value_and_seal,
+    new_value_and_seal, stand_in, swap,
 )  # fmt: skip
 
 
@@ -208,7 +158,7 @@ def attack(runs: Path, count: int, per: int, seed: int) -> None:
         path = dice.choice([runs / INDEX, *(runs / name / RUN_FILE for name in names)])
         kind = dice.choice(KINDS)
         if path.name == INDEX and kind is swap:
-            kind = revalue
+            kind = new_value
         before = path.read_bytes()
         kind(path, dice)
         changed = path.is_file() and not path.is_symlink() and path.read_bytes()
@@ -216,7 +166,7 @@ def attack(runs: Path, count: int, per: int, seed: int) -> None:
             code, out, err = call(words)
             assert code in (0, 1, 2), (words, kind.__name__)
             told = "warning: " in err or err.startswith("error: ")
-            honest = kind is revalue_and_seal or told or out == truth[tuple(words)][1]
+            honest = kind is new_value_and_seal or told or out == truth[tuple(words)][1]
             assert honest, (words, kind.__name__, path.name, len(changed or b""), code, err)
             if path.name == RUN_FILE:  # a run's file is left as it is, however damaged
                 assert (path.is_file() and not path.is_symlink() and path.read_bytes()) == changed

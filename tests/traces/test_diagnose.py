@@ -19,6 +19,7 @@ from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
 from fourfold.spec import catalog, codec
 from fourfold.traces import parts
+from tests.fuzz import ODD, damaged, revalue
 from tests.logs import written
 from tests.sampling import examples
 from tests.traces import simulated
@@ -174,37 +175,27 @@ def test_parts_are_told_apart_in_every_row(tmp_path: Path) -> None:
     assert all(render(one.headings, one.rows, "text") for one in tables)
 
 
-JUNK = (None, True, -1, 1e308, float("nan"), 10**30, "x", [], {}, [[]], {"a": [1]}, "9" * 400)
-
-
-def mutilated(kind: int, random: Random) -> bytes:
-    """Cut off, with other bytes, other types, other tools' fields."""
+def mutilated(kind: int, dice: Random) -> bytes:
+    """Damaged, cut off in a gzip, with values of other kinds, with other tools' fields."""
     trace = simulated.trace(Shape(layers=1, length=64), steps=2)
     whole = json.dumps(trace).encode()
     if kind == 0:
-        return whole[: random.randrange(len(whole))]
+        return damaged(whole, dice)
     if kind == 1:
-        return gzip.compress(whole)[: random.randrange(2000)]
-    if kind == 2:
-        changed = bytearray(whole)
-        for _ in range(20):
-            changed[random.randrange(len(changed))] = random.randrange(256)
-        return bytes(changed)
-    for _ in range(random.randrange(1, 60)):
-        event = random.choice(trace["traceEvents"])
-        inner = event["args"] if kind == 3 and isinstance(event["args"], dict) else event
-        inner[random.choice([*inner, "ts"])] = random.choice(JUNK)
-    if kind == 4:
-        field = random.choice(["deviceProperties", "distributedInfo", "traceEvents", "fourfold"])
-        trace[field] = random.choice([*JUNK, [{"name": 5}], {"pg_config": [1, {"pg_size": "x"}]}])
+        return gzip.compress(whole)[: dice.randrange(2000)]
+    for _ in range(dice.randrange(1, 60)):
+        revalue(dice.choice(trace["traceEvents"]), dice)
+    if kind == 3:
+        field = dice.choice(["deviceProperties", "distributedInfo", "traceEvents", "fourfold"])
+        trace[field] = dice.choice([*ODD, [{"name": 5}], {"pg_config": [1, {"pg_size": "x"}]}])
     return json.dumps(trace).encode()
 
 
-@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("kind", range(4))
 def test_a_mutilated_trace_is_diagnosed_or_refused_in_words(kind: int, tmp_path: Path) -> None:
     random = Random(kind)
     path = tmp_path / "trace.json"
-    for _ in range(examples(60)):
+    for _ in range(examples(80)):
         path.write_bytes(mutilated(kind, random))
         with contextlib.suppress(UserError):  # anything else is a fault
             found = fourfold.diagnose([str(path)], fourfold.DiagnoseRequest(fix="all"))
