@@ -16,10 +16,10 @@ from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
+from fourfold.spec.catalog import TINY, model
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.verbs.verify_cases import TINY, layouts
+from fourfold.verbs.verify_cases import layouts
 
 SEED = 20261115
 # The formats that the engine runs; the last three mix them by hand.

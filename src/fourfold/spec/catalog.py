@@ -23,6 +23,21 @@ DATA = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data")
 T = TypeVar("T")
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 _HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# Small models that `verify` trains, as different as families get: learned positions; ALiBi, a norm
+# after the embedding, a vocabulary that nothing divides; rotary positions, a gate, shared KV heads
+# and a head of its own. The first three are tried unless others are asked for: biases of queries
+# and keys, norms of them by head, a head size of its own; norms after blocks, norms of queries and
+# keys over their whole width; experts balanced by a loss over the batch; and experts in groups,
+# with a bias, shared ones, a dense first layer and latent attention.
+TINY = {
+    "mpt": "mpt-tiny",
+    "gpt": "bloom-tiny",
+    "llama": "llama-tiny",
+    "qwen": "qwen-tiny",
+    "olmo2": "olmo2-tiny",
+    "mixtral": "mixtral-tiny",
+    "deepseek": "deepseek-tiny",
+}
 
 
 @functools.cache

@@ -189,7 +189,7 @@ class VerifyRequest(Launch):
     layout: str | None = flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
     family: tuple[str, ...] = flag(
         "check only this model family (default: mpt, gpt, llama)",
-        choices=("mpt", "gpt", "llama", "qwen", "olmo2", "mixtral", "deepseek"),
+        choices=tuple(catalog.TINY),
         default=(),
     )
     models: tuple[str, ...] = flag(

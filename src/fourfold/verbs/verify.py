@@ -15,7 +15,7 @@ from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.job import Job, Limits
 from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
-from fourfold.spec.catalog import model
+from fourfold.spec.catalog import TINY, model
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -26,7 +26,7 @@ from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
 from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
-from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
+from fourfold.verbs.verify_cases import USUAL, Wish, describe
 
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 

@@ -21,21 +21,6 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
 from fourfold.verbs.run_requests import VerifyRequest
 
-# As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
-# that nothing divides; rotary positions, a gate, shared KV heads and a head of its own. The first
-# three are tried unless others are asked for: biases of queries and keys, norms of them by head, a
-# head size of its own; norms after blocks, norms of queries and keys over their whole width;
-# experts balanced by a loss over the batch; and experts in groups, with a bias, shared ones, a
-# dense first layer and latent attention.
-TINY = {
-    "mpt": "mpt-tiny",
-    "gpt": "bloom-tiny",
-    "llama": "llama-tiny",
-    "qwen": "qwen-tiny",
-    "olmo2": "olmo2-tiny",
-    "mixtral": "mixtral-tiny",
-    "deepseek": "deepseek-tiny",
-}
 USUAL = ("mpt", "gpt", "llama")
 SEQ_LEN = 32
 _GLOBAL_BATCH = 8
