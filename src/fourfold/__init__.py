@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from fourfold.spec.layout import Layout
     from fourfold.spec.policy import Policy
     from fourfold.spec.run import RunSpec
-    from fourfold.verbs.advise import advise
-    from fourfold.verbs.advise_request import AdviseRequest
+    from fourfold.verbs.advise import AdviseRequest, advise
     from fourfold.verbs.bench import bench, submit_bench
     from fourfold.verbs.calendar import calendar
     from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
@@ -64,8 +63,15 @@ if TYPE_CHECKING:
         VerifyRequest,
     )
     from fourfold.verbs.runs import diff, runs, show_run
-    from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
-    from fourfold.verbs.support import SupportRequest, support
+    from fourfold.verbs.shapes import (
+        SupportRequest,
+        cluster,
+        clusters,
+        gpus,
+        model,
+        models,
+        support,
+    )
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -84,8 +90,7 @@ _MODULES = {
     "spec.layout": "Layout",
     "spec.policy": "Policy",
     "spec.run": "RunSpec",
-    "verbs.advise": "advise",
-    "verbs.advise_request": "AdviseRequest",
+    "verbs.advise": "AdviseRequest advise",
     "verbs.bench": "bench submit_bench",
     "verbs.calibrate": "calibrate demo submit_calibrate",
     "verbs.calendar": "calendar",
@@ -97,11 +102,10 @@ _MODULES = {
     "verbs.exam": "ExamRequest exam",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
-    "verbs.fit_check": "fit_check",
     "verbs.flops": "FlopsRequest flops",
     "verbs.front": "front largest",
     "verbs.one_rank": "one_rank",
-    "verbs.plan": "explain plan stacks",
+    "verbs.plan": "explain fit_check plan stacks",
     "verbs.predict": "predict predict_table",
     "verbs.report": "lint lint_rules report",
     "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
@@ -110,8 +114,7 @@ _MODULES = {
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
-    "verbs.shapes": "cluster clusters gpus model models",
-    "verbs.support": "SupportRequest support",
+    "verbs.shapes": "SupportRequest cluster clusters gpus model models support",
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",

@@ -7,13 +7,13 @@ from math import fsum
 import numpy as np
 import pytest
 
+from fourfold.commands.plan import operations_table
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.listing import operations, whole_units
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.search.query import entry_for, usual_cluster
-from fourfold.show.explain import operations_table
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 

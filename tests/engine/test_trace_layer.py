@@ -10,6 +10,7 @@ from math import prod
 
 import pytest
 
+from fourfold.commands.trace import page
 from fourfold.cost.count.params import layer_matmul_params, layer_params
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec
@@ -23,7 +24,6 @@ from fourfold.engine.trace.layer import count_layer
 from fourfold.errors import UserError
 from fourfold.output import Output, text_of
 from fourfold.search.legal import require_legal
-from fourfold.show.trace import page
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec

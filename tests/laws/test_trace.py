@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.commands.trace import page
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program
 from fourfold.cost.trace.walk import StepRow, mlp, mlp2d, walk
 from fourfold.output import Output, text_of
-from fourfold.show.trace import page
 from fourfold.spec import catalog
 from fourfold.spec.cluster import stretched
 from fourfold.spec.layout import Layout

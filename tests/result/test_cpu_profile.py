@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.coefficients import HOST
-from fourfold.cost.fit.machine import calibration_of
+from fourfold.cost.fit.machine import calibration_of, host_coefficients, product_costs
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
-from fourfold.result.cpu_profile import host_coefficients, product_costs
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,

@@ -14,7 +14,7 @@ from fourfold import options
 from fourfold.events import OnEvent
 from fourfold.output import Output
 from fourfold.show.shapes import advice_page
-from fourfold.verbs.advise_request import AdviseRequest
+from fourfold.verbs.advise import AdviseRequest
 
 EXAMPLES = """\
 examples:

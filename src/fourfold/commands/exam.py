@@ -8,7 +8,9 @@ blank step_s declines a task. Missing rows, NaN and negative numbers are errors.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
@@ -16,8 +18,12 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
-from fourfold.show.exam import exam_page, exam_parts
+from fourfold.show.table import Column, Grid, Part, or_dash, render, table
 from fourfold.verbs.exam import ExamRequest
+
+if TYPE_CHECKING:
+    from fourfold.verbs.exam import Entrant, Exam
+
 
 EXAMPLES = """\
 examples:
@@ -41,3 +47,113 @@ def run(args: Any, show: OnEvent) -> Output:
         files.write_text(args.page, exam_page(answer, style))
         show(Event(f"written to {args.page}"))
     return Output.of(answer, lambda: exam_parts(answer))
+
+
+# Heading -> field of a score, digits.
+_NUMBERS = {
+    "median %": ("median_pct", 1),
+    "p90 %": ("p90_pct", 1),
+    "bias %": ("bias_pct", 1),
+    "rank corr.": ("rank_correlation", 2),
+    "regret %": ("regret_pct", 1),
+    "fit right %": ("fit_pct", 0),
+    "in 80% interval": ("coverage_pct", 0),
+    "its width %": ("width_pct", 0),
+    "memory %": ("memory_pct", 1),
+}
+
+
+def exam_parts(answer: Exam) -> Iterable[Part]:
+    yield (
+        f"{answer.season}: {answer.tasks} tasks, {answer.timed} timed; {answer.common} timed rows "
+        f"that every entrant answered; {answer.seen} rows were seen by fourfold's shipped "
+        "calibration (marked in answers.csv)"
+    )
+    yield ""
+    yield _results(answer)
+    yield ""
+    yield "All rows that an entrant answered, by source: median error, rank correlation, regret"
+    yield ""
+    yield _by_source(answer)
+    yield ""
+    for one in answer.entrants:
+        card = one.card
+        by = f" ({', '.join(filter(None, (card.by, card.version)))})" if card.by else ""
+        link = f" {card.url}" if card.url else ""
+        yield f"{card.name}{by}: {card.how or 'no card'}. Saw: {card.saw}.{link}"
+
+
+def _results(answer: Exam) -> Grid:
+    columns: list[Column] = [("entrant", lambda one: one.card.name)]
+    for heading, (name, digits) in _NUMBERS.items():
+
+        def cell(one: Entrant, name: str = name, digits: int = digits) -> str:
+            return or_dash(getattr(one.common, name), f".{digits}f")
+
+        columns.append((heading, cell))
+    columns.append(("declined", lambda one: str(one.declined)))
+    return table(answer.entrants, *columns)
+
+
+def _by_source(answer: Exam) -> Grid:
+    sources = list(answer.entrants[0].by_source)
+    columns: list[Column] = [("entrant", lambda one: one.card.name)]
+    for source in sources:
+
+        def cell(one: Entrant, source: str = source) -> str:
+            found = one.by_source[source]
+            said = (
+                or_dash(found.median_pct, ".1f"),
+                or_dash(found.rank_correlation, ".2f"),
+                or_dash(found.regret_pct, ".1f"),
+            )
+            return " / ".join(said) if found.rows else "-"
+
+        columns.append((source, cell))
+    return table(answer.entrants, *columns)
+
+
+_INTRO = (
+    "Planners predict runs that others measured and published: seconds per step, memory, whether "
+    "it fits. Tasks, answers, submissions and cards are files; anyone may enter. It is the only "
+    "published blind exam that we know. Season 1 was public before it was an exam: each card says "
+    "what of it the entrant saw. The error is of seconds per step; rank correlation (Kendall's "
+    "tau) and regret are of layouts that compete for one model on the same GPUs; regret is the "
+    "time that the entrant's first choice loses against the best measured one."
+)
+
+
+def exam_page(answer: Exam, style: str) -> str:
+    """One file: 'html' or 'md'."""
+    parts = [_INTRO, "", *exam_parts(answer)]
+    if style == "md":
+        written = [render(*one, style) if isinstance(one, Grid) else one for one in parts]
+        return "\n".join(["# Exam of planners", "", *written]) + "\n"
+    body = "\n".join(
+        _html(one) if isinstance(one, Grid) else f"<p>{escape(one)}</p>" for one in parts if one
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="generator" content="fourfold">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Exam of planners</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>Exam of planners</h1>\n{body}\n</body></html>\n"
+    )
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem;
+  padding: 0 1rem; }
+div { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
+th, td { border: 1px solid #8885; padding: .3rem .5rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; } th { background: #8882; }
+"""
+
+
+def _html(grid: Grid) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in grid.headings)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in grid.rows
+    )
+    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"

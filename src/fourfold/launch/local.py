@@ -17,9 +17,8 @@ from typing import Protocol, TypeVar
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.collect import End, job_report
 from fourfold.launch.command import stop_signals
-from fourfold.launch.folder import exclusive, job_folder, scratch, set_aside
+from fourfold.launch.folder import End, exclusive, job_folder, job_report, scratch, set_aside
 from fourfold.launch.outcomes import JobScene, fallen, silent, stopped
 from fourfold.launch.permit import Permit, gpu_count
 from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for

@@ -12,7 +12,7 @@ from fourfold.page.document import MARK, asset, content_hash
 from fourfold.show.diagnose import part_cells
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
-from fourfold.traces.timeline import Stretch
+from fourfold.traces.host import Stretch
 from fourfold.verbs.diagnosis import Diagnosis
 
 # Kinds of parts share a colour (core.js has the same ones).

@@ -7,8 +7,8 @@ from typing import Literal
 
 from fourfold.traces import parts
 from fourfold.traces.expect import Expected, Run
+from fourfold.traces.host import TracedTimes
 from fourfold.traces.linked import Linked
-from fourfold.traces.timeline import TracedTimes
 
 # A loss below this share of the step is no news.
 LEAST_SHARE = 0.015

@@ -1,12 +1,16 @@
-"""advise: sizes of a model that suit a GPU, and what others lose."""
+"""advise: sizes of a model that suit a GPU, and what others lose.
+
+What `advise` is asked; the command line's flags are made from its fields.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
+from fourfold.flag import flag
 from fourfold.search import advise as sizes
 from fourfold.search.advise import LayerShape, auto_heads
 from fourfold.search.advise_experts import expert_advice
@@ -14,14 +18,46 @@ from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, check, codec, words
-from fourfold.spec.cluster import Device
+from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
 from fourfold.verbs import Answer
-from fourfold.verbs.advise_request import AdviseRequest
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.question import resolved
-from fourfold.verbs.requests import PlanRequest
+from fourfold.verbs.requests import CALIBRATION, Count, PlanRequest, Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviseRequest:
+    """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
+
+    gpu: str | None = flag("GPU to judge for (see 'fourfold clusters')", "ID")
+    cluster: str | Cluster | None = flag(
+        "take the GPU, and the machines for --params, from a cluster", "NAME"
+    )
+    model: str | None = flag("model preset for sizes that are not given", "NAME")
+    hidden: Size | None = flag("hidden size", "N")
+    heads: Size | None = flag("attention heads (default: head size 128)", "N")
+    kv_heads: Size | None = flag("key-value heads (default: as many as heads)", "N")
+    ffn: Size | None = flag("MLP width (default: 4 x hidden)", "N")
+    vocab: int | None = flag("vocabulary size", "N")
+    experts: Size | None = flag("experts of a layer", "N")
+    expert_ffn: Size | None = flag("width of an expert", "N")
+    top_k: Size | None = flag("experts of a token", "N")
+    ep: Size | None = flag("ranks that experts are divided over (default 1)", "N")
+    tp: Size | None = flag("tensor-parallel size (default 1)", "N")
+    micro_batch: Size | None = flag("sequences per micro batch (default 1)", "N")
+    seq_len: Size | None = flag("sequence length in tokens (default 2048)", "N")
+    max_nodes: Size | None = flag("at most N hosts, for --params", "N")
+    global_batch: Size | None = flag("sequences per step, for --params (default 2048)", "N")
+    params: Count | None = flag("compare model shapes of about P parameters, such as 30B", "P")
+    tokens: Count | None = flag("training tokens for --params, such as 1T", "T")
+    attention: Literal["flash", "fused-softmax", "unfused"] = flag(
+        "attention kernel (default flash)", default="flash"
+    )
+    precision: str = flag("precision, as in 'plan'", "X", default="bf16-mixed")
+    stack: str | None = flag("engine to predict", "NAME")
+    calibration: str | None = flag(*CALIBRATION, rare=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

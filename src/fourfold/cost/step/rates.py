@@ -2,7 +2,7 @@
 
 The same where the device is a host's own cores: operators run one after another, each paid in
 full. A rough guess by coefficients that begin with `cpu_`, which only a profile of a CPU has
-(result/cpu_profile.py), of as many ranks at work at once.
+(cost/fit/machine.py), of as many ranks at work at once.
 """
 
 from __future__ import annotations
