@@ -29,17 +29,9 @@ def fitting(schedule: str, virtual: int) -> int:
     return 1 if schedule in ("gpipe", "1f1b") else virtual
 
 
-def chunk_times(forward: np.ndarray, stages: int, **changed) -> ChunkTimes:
-    count = forward.shape[1]
-    base = {
-        "forward": forward,
-        "backward": 2 * forward,
-        "weights": forward,
-        "last": np.ones(count),
-        "hop": np.zeros(count),
-        "reduce": np.zeros((stages, count)),
-    }
-    return ChunkTimes(**(base | changed))
+def chunk_times(forward: np.ndarray, last: np.ndarray | None = None) -> ChunkTimes:
+    last = np.ones(forward.shape[1]) if last is None else last
+    return ChunkTimes(forward=forward, backward=2 * forward, weights=forward, last=last)
 
 
 @given(schedule=st.sampled_from(KINDS), shape=SHAPES)
@@ -82,7 +74,7 @@ def test_equal_stages_have_the_textbook_bubble(schedule, shape) -> None:
     stages, virtual, rounds = shape
     virtual = fitting(schedule, virtual)
     micros = rounds * stages + stages  # zero-bubble needs a full pipeline to hide its weights in
-    times = chunk_times(np.full((stages * virtual, 1), 0.5), stages)
+    times = chunk_times(np.full((stages * virtual, 1), 0.5))
     run = {"stages": stages, "virtual_stages": virtual, "micros": micros}
     bubble = (stages - 1) * 1.5 / (3 if schedule == "zero-bubble" else 1)
     assert step_s(schedule, times, **run)[0] == pytest.approx(micros * virtual * 1.5 + bubble)
@@ -92,13 +84,12 @@ def test_equal_stages_have_the_textbook_bubble(schedule, shape) -> None:
     schedule=st.sampled_from(KINDS),
     shape=SHAPES,
     seed=st.integers(0, 10**6),
-    hop=st.sampled_from([0.0, 0.05]),
 )
-def test_a_step_is_never_shorter_than_its_slowest_rank_or_one_pass(schedule, shape, seed, hop):
+def test_a_step_is_never_shorter_than_its_slowest_rank_or_one_pass(schedule, shape, seed):
     stages, virtual, micros = shape
     virtual = fitting(schedule, virtual)
     forward = np.random.default_rng(seed).uniform(0.5, 1.5, (stages * virtual, 3))
-    times = chunk_times(forward, stages, hop=np.full(3, hop))
+    times = chunk_times(forward)
     run = simulate(schedule, times, stages=stages, virtual_stages=virtual, micros=micros)
     ranks = forward.reshape(virtual, stages, 3).sum(axis=0)
     assert np.allclose(run.busy_s, 3 * micros * ranks)
@@ -106,7 +97,7 @@ def test_a_step_is_never_shorter_than_its_slowest_rank_or_one_pass(schedule, sha
     assert (run.step_s >= np.maximum(run.busy_s.max(axis=0), one_pass) - 1e-9).all()
     slower = simulate(
         schedule,
-        chunk_times(forward * 1.5, stages, hop=np.full(3, hop)),
+        chunk_times(forward * 1.5),
         stages=stages,
         virtual_stages=virtual,
         micros=micros,
@@ -126,11 +117,11 @@ def test_1f1b_meets_the_closed_form_when_the_last_stage_is_slowest(times, more) 
     micros = stages + more
     run = {"stages": stages, "virtual_stages": 1, "micros": micros}
     closed = 3 * ((micros - 1) * times.max() + times.sum())
-    got = simulate("1f1b", chunk_times(times, stages), **run).step_s[0]
+    got = simulate("1f1b", chunk_times(times), **run).step_s[0]
     assert got <= closed * (1 + 1e-12)
     assert got >= 3 * (micros * times.max() + times[:slow].sum()) * (1 - 1e-12)
     last = np.append(np.delete(times, slow, axis=0), times[slow : slow + 1], axis=0)
-    exact = step_s("1f1b", chunk_times(last, stages), **run)[0]
+    exact = step_s("1f1b", chunk_times(last), **run)[0]
     assert exact == pytest.approx(closed, rel=1e-9)
 
 
@@ -145,30 +136,20 @@ def test_long_steps_repeat_their_settled_rounds(schedule, shape, seed) -> None:
     micros = rounds * stages + rest % stages
     forward = np.random.default_rng(seed).uniform(0.9, 1.1, (stages * virtual, 4))
     run = {"stages": stages, "virtual_stages": virtual, "micros": micros}
-    times = chunk_times(forward, stages)
+    times = chunk_times(forward)
     whole = simulate(schedule, times, **run).step_s
     assert np.allclose(step_s(schedule, times, **run), whole, rtol=0.01)
 
 
-def test_a_smaller_last_micro_batch_and_reductions_count() -> None:
-    forward = np.ones((2, 1))
-    small = chunk_times(forward, 2, last=np.array([0.25]))
+def test_a_smaller_last_micro_batch_counts() -> None:
+    small = chunk_times(np.ones((2, 1)), last=np.array([0.25]))
     run = {"stages": 2, "virtual_stages": 1, "micros": 4}
-    full = simulate("1f1b", chunk_times(forward, 2), **run).step_s[0]
-    assert full == 15.0
+    assert simulate("1f1b", chunk_times(np.ones((2, 1))), **run).step_s[0] == 15.0
     assert simulate("1f1b", small, **run).step_s[0] == 12.5
-    late = chunk_times(forward, 2, reduce=np.array([[1.0], [2.5]]))
-    assert simulate("1f1b", late, **run).step_s[0] == 16.0  # rank 1 reduces while rank 0 drains
-    hidden = chunk_times(np.ones((4, 1)), 2, reduce=np.full((2, 1), 2.0), overlap_reduce=True)
-    plain = chunk_times(np.ones((4, 1)), 2, reduce=np.full((2, 1), 2.0))
-    run = {"stages": 2, "virtual_stages": 2, "micros": 4}
-    bare = simulate("interleaved", chunk_times(np.ones((4, 1)), 2), **run).step_s[0]
-    assert simulate("interleaved", plain, **run).step_s[0] == bare + 2.0
-    assert simulate("interleaved", hidden, **run).step_s[0] == bare + 1.0
 
 
 def test_events_cover_the_step_without_overlap() -> None:
-    times = chunk_times(np.ones((6, 1)), 3)
+    times = chunk_times(np.ones((6, 1)))
     run = simulate("zero-bubble", times, stages=3, virtual_stages=2, micros=5, keep_events=True)
     assert len(run.events) == 3 * 6 * 5
     for rank in range(3):

@@ -21,8 +21,6 @@ def line(schedule: str, virtual: int, micros: int = 5, stages: int = 3):
         backward=2 * forward,
         weights=forward,
         last=np.ones(1),
-        hop=np.zeros(1),
-        reduce=np.zeros((stages, 1)),
     )
     return play("m", schedule, times, stages=stages, virtual_stages=virtual, micros=micros)
 

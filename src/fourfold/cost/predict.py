@@ -127,7 +127,7 @@ def playable(c: Columns, most: int) -> int:
 def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
     """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
     and forward plus backward [chunks, candidates]. Hand-overs are part of them, as the closed form
-    has them, not a stream of their own."""
+    has them."""
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
     last = (c.share - (micros - 1.0) * c.micro) / c.micro
     slots = micros - 1.0 + last
@@ -143,8 +143,6 @@ def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[Chun
         backward=whole - forward,
         weights=np.minimum(weights, (whole - forward) / 2.0),
         last=last,
-        hop=np.zeros(len(c)),
-        reduce=np.zeros((pp, len(c))),
     )
     return chunks, whole
 

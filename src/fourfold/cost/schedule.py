@@ -1,8 +1,7 @@
 """The order in which each pipeline rank runs its micro batches: action lists, the same for
 simulation, picture and engine. Chunk c of stages x virtual stages sits on rank c % stages.
 
-And an event simulation of the compute, send and gradient streams of every rank. Candidates share
-the order of events, so each event is one array operation over all of them."""
+And an event simulation of every rank's compute."""
 
 from __future__ import annotations
 
@@ -105,8 +104,11 @@ def global_order(
         )
         for rank in range(stages)
     ]
-    ends = {"F": 0, "B": stages * virtual_stages - 1, "I": stages * virtual_stages - 1}
-    handed: set[tuple[str, int, int]] = set()
+    # Whether (chunk, micro) has its input: the first chunk's is there, and the last one's gradient.
+    count = stages * virtual_stages * micros
+    forward, backward = bytearray(count), bytearray(count)
+    forward[:micros] = backward[count - micros :] = b"\1" * micros
+    handed = {"F": (forward, micros), "B": (backward, -micros), "I": (backward, -micros)}
     places = [0] * stages
     order: list[tuple[int, Action]] = []
     total = sum(map(len, lists))
@@ -118,9 +120,11 @@ def global_order(
                 kind, chunk, micro = action
                 # A rank's own forward comes before its backward in its list.
                 if kind != "W":
-                    if chunk != ends[kind] and action not in handed:
+                    (has_input, way), at = handed[kind], chunk * micros + micro
+                    if not has_input[at]:
                         break
-                    handed.add((kind, chunk + (1 if kind == "F" else -1), micro))
+                    if 0 <= at + way < count:
+                        has_input[at + way] = 1
                 order.append((rank, action))
                 place += 1
             places[rank] = place
@@ -137,15 +141,12 @@ class ChunkTimes:
     backward: Floats
     weights: Floats
     last: Floats
-    hop: Floats  # [candidates] handing one micro batch over, on its own stream
-    reduce: Floats  # [stages, candidates] gradient reduction of a rank
-    overlap_reduce: bool = False
 
-    def seconds(self, size: Floats | float) -> dict[str, list[Floats]]:
-        """By kind of action and chunk, of a micro batch of `size`, against a whole one."""
+    def of(self, candidate: int) -> list[float]:
+        """By kind of action and chunk, of a whole micro batch, then of the last one: `_program`."""
         inputs = self.backward - self.weights
-        kinds = {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}
-        return {kind: list(seconds * size) for kind, seconds in kinds.items()}
+        kinds = np.array([self.forward, self.backward, inputs, self.weights])[:, :, candidate]
+        return [*kinds.ravel().tolist(), *(kinds * self.last[candidate]).ravel().tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,31 @@ class Simulated:
     events: tuple[ActionTime, ...] = ()
 
 
+@lru_cache(maxsize=32)
+def _program(
+    schedule: Schedule, *, stages: int, virtual_stages: int, micros: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """(rank, place in ChunkTimes.of, slot of its input, slot of what it hands over) of each action.
+    The last slot but one is there from the start, the last takes what nobody waits for."""
+    chunks = stages * virtual_stages
+    count = chunks * micros
+    starts = {"F": 0, "B": 1, "I": 2, "W": 3}
+    program = []
+    order = global_order(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
+    for rank, (kind, chunk, micro) in order:
+        which = (starts[kind] + 4 * (micro == micros - 1)) * chunks + chunk
+        at = chunk * micros + micro
+        if kind == "W":
+            program.append((rank, which, -2, -1))
+        elif kind == "F":
+            gives = at + micros if chunk + 1 < chunks else -1
+            program.append((rank, which, at if chunk else -2, gives))
+        else:
+            gives = count + at - micros if chunk else -1
+            program.append((rank, which, count + at if chunk + 1 < chunks else -2, gives))
+    return tuple(program)
+
+
 def simulate(
     schedule: Schedule,
     times: ChunkTimes,
@@ -176,50 +202,31 @@ def simulate(
     micros: int,
     keep_events: bool = False,
 ) -> Simulated:
-    """Every event of a step. All micro batches are played: see `step_s` for long steps."""
-    chunks = stages * virtual_stages
-    assert times.forward.shape[0] == chunks
-    spent, small = times.seconds(1.0), times.seconds(times.last)
-    free = [np.zeros(times.forward.shape[1])] * stages
-    ended = [free[0]] * chunks
-    has_hops = bool(np.any(times.hop))
-    wire = {(rank, way): free[0] for rank in range(stages) for way in (1, -1)}
-    # What nobody hands over is there from the start.
-    arrived: dict[tuple[str, int, int], Floats] = {}
-    events: list[ActionTime] = []
-    order = global_order(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
-    for rank, action in order:
-        kind, chunk, micro = action
-        start = free[rank]
-        if (needed := arrived.pop(action, None)) is not None:
-            start = np.maximum(start, needed)
-        end = free[rank] = start + (small if micro == micros - 1 else spent)[kind][chunk]
-        ended[chunk] = end
-        way = 1 if kind == "F" else -1
-        if kind != "W" and 0 <= chunk + way < chunks:
-            sent = end
-            if has_hops:  # without, what a rank sends is never behind what it sent before
-                sent = wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
-            arrived[kind, chunk + way, micro] = sent
-        if keep_events:
-            events.append(ActionTime(rank, action, float(start[0]), float(end[0])))
-    finish = _reduced(times, free, ended, stages)
+    """Every event of a step. All micro batches are played: see `step_s` for long steps. Candidates
+    are few: each is played in plain numbers, which costs less than arrays of all."""
+    shape = {"stages": stages, "virtual_stages": virtual_stages, "micros": micros}
+    chunks, count = times.forward.shape
+    assert chunks == stages * virtual_stages
+    program = _program(schedule, **shape)
+    ends: list[float] = []
+    events: list[tuple[float, float]] = []
+    for candidate in range(count):
+        seconds, free = times.of(candidate), [0.0] * stages
+        arrived = [0.0] * (2 * chunks * micros + 2)
+        is_kept = keep_events and candidate == 0
+        for rank, which, needs, gives in program:
+            start = max(free[rank], arrived[needs])
+            arrived[gives] = free[rank] = end = start + seconds[which]
+            if is_kept:
+                events.append((start, end))
+        ends.append(max(free))
     ranks = (times.forward + times.backward).reshape(virtual_stages, stages, -1).sum(axis=0)
-    return Simulated(np.max(finish, axis=0), ranks * (micros - 1.0 + times.last), tuple(events))
-
-
-def _reduced(times: ChunkTimes, free: list[Floats], ended: list[Floats], stages: int) -> Floats:
-    """When each rank has also reduced its gradients, chunk by chunk as they become final."""
-    if not times.overlap_reduce:
-        return np.array(free) + times.reduce
-    finish = []
-    for rank in range(stages):
-        chunks = range(rank, len(ended), stages)
-        stream = np.zeros_like(free[rank])
-        for chunk in reversed(chunks):
-            stream = np.maximum(stream, ended[chunk]) + times.reduce[rank] / len(chunks)
-        finish.append(np.maximum(free[rank], stream))
-    return np.array(finish)
+    order = zip(global_order(schedule, **shape), events, strict=True) if events else ()
+    return Simulated(
+        np.array(ends),
+        ranks * (micros - 1.0 + times.last),
+        tuple(ActionTime(rank, action, *at) for (rank, action), at in order),
+    )
 
 
 def step_s(
