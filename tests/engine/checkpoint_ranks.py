@@ -55,7 +55,7 @@ def spec_of(layout: str, sharding: Any, *, name: str = "llama-tiny", **policy: A
         model=model(name),
         gpus=parsed.world,
         layout=parsed,
-        batch=Batch(seq_len=SEQ_LEN, micro_batch=2, global_batch=14),
+        batch=Batch(seq_len=SEQ_LEN, micro_batch=2, global_batch=6),
         policy=Policy(**fields),
         device="cpu",
         seed=7,
