@@ -63,15 +63,8 @@ if TYPE_CHECKING:
         VerifyRequest,
     )
     from fourfold.verbs.runs import diff, runs, show_run
-    from fourfold.verbs.shapes import (
-        SupportRequest,
-        cluster,
-        clusters,
-        gpus,
-        model,
-        models,
-        support,
-    )
+    from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
+    from fourfold.verbs.support import SupportRequest, support
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -114,7 +107,8 @@ _MODULES = {
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
-    "verbs.shapes": "SupportRequest cluster clusters gpus model models support",
+    "verbs.shapes": "cluster clusters gpus model models",
+    "verbs.support": "SupportRequest support",
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",
