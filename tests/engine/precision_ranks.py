@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.engine import compat
+from fourfold.engine.compat_fsdp import fsdp_parameters
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
 from fourfold.engine.parallel.groups import World
@@ -131,7 +132,7 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
             more = {shard.param for shared in trainer.shared for shard in shared.shards}
             rest = [p.grad for p in trainer.parameters() if p not in more]
             grads.update(NAMES[grad.dtype] for grad in rest if grad is not None)
-        for parameter in compat.fsdp_parameters([event.chunk] if event.chunk is not None else []):
+        for parameter in fsdp_parameters([event.chunk] if event.chunk is not None else []):
             if parameter.unsharded_accumulated_grad is not None:
                 grads.add(NAMES[parameter.unsharded_accumulated_grad_data.dtype])
             elif parameter.sharded_param.grad is not None:
