@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.report import lint, lint_rules, report
     from fourfold.verbs.requests import (
         ClusterRequest,
+        DiagnoseRequest,
         FitRequest,
         PlanRequest,
         ReportRequest,
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
-    from fourfold.verbs.trace_requests import DiagnoseRequest
     from fourfold.verbs.train import show_training, submit_train, train
     from fourfold.verbs.verify import submit_verify, verify
     from fourfold.verbs.weights import export_weights
@@ -102,7 +102,7 @@ _MODULES = {
     "verbs.predict": "predict predict_table",
     "verbs.report": "lint lint_rules report",
     "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
-    "verbs.requests": "ClusterRequest FitRequest PlanRequest "
+    "verbs.requests": "ClusterRequest DiagnoseRequest FitRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
@@ -112,7 +112,6 @@ _MODULES = {
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",
-    "verbs.trace_requests": "DiagnoseRequest",
     "verbs.train": "show_training submit_train train",
     "verbs.verify": "submit_verify verify",
     "verbs.weights": "export_weights",

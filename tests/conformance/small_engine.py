@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.plain import Plain
+from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
 
 # An edited copy of this engine has a module of this name.

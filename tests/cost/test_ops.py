@@ -9,9 +9,8 @@ import pytest
 
 from fourfold.commands.plan import operations_table
 from fourfold.cost.fit.calibration import shipped
-from fourfold.cost.listing import operations, whole_units
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.predict import predictions
+from fourfold.cost.predict import operations, predictions, whole_units
 from fourfold.cost.run import columns_of
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog, codec

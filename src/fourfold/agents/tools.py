@@ -28,8 +28,7 @@ from fourfold.verbs.flops import Flops, FlopsRequest
 from fourfold.verbs.machine import planned_cluster
 from fourfold.verbs.plan import FitChecked, fit_check
 from fourfold.verbs.predict import NamedRun
-from fourfold.verbs.requests import CALIBRATION, PlanRequest, Rate
-from fourfold.verbs.trace_requests import DiagnoseRequest
+from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
 VERSION = 1

@@ -18,7 +18,7 @@ from fourfold.output import Output
 from fourfold.page.diagnose import diagnosis_page
 from fourfold.page.document import check_page, write_page
 from fourfold.show.diagnose import page
-from fourfold.verbs.trace_requests import DiagnoseRequest
+from fourfold.verbs.requests import DiagnoseRequest
 
 EXAMPLES = """\
 examples:

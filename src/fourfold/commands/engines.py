@@ -18,7 +18,7 @@ from fourfold.options import option
 from fourfold.output import Output, table_csv
 from fourfold.page.document import MARK, show_page
 from fourfold.page.report import matrix_page
-from fourfold.show.conformance import engines_page, verdicts_page
+from fourfold.show.machines import engines_page, verdicts_page
 from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 
 EXAMPLES = """\

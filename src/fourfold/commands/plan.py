@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.cost.listing import whole_units
+from fourfold.cost.predict import whole_units
 from fourfold.errors import UserError, sentence
 from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
@@ -40,7 +40,7 @@ from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.requests import PlanRequest, decided
 
 if TYPE_CHECKING:
-    from fourfold.cost.listing import OpRow
+    from fourfold.cost.predict import OpRow
     from fourfold.search.explain import Explanation
     from fourfold.search.plan_answer import PlanRow
     from fourfold.verbs.front import Front, Largest

@@ -15,7 +15,7 @@ from fourfold import options
 from fourfold.errors import UserError
 from fourfold.events import OnEvent
 from fourfold.output import Output, submitted
-from fourfold.show.conformance import verdicts_page
+from fourfold.show.machines import verdicts_page
 from fourfold.show.runs import verified_page
 from fourfold.spec import codec
 from fourfold.verbs.run_requests import VerifyRequest

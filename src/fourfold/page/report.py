@@ -21,7 +21,7 @@ from fourfold.page.document import MARK, content_hash
 from fourfold.page.run_details import run_details
 from fourfold.result.record import KINDS, Record
 from fourfold.result.report import OUTCOMES
-from fourfold.show.conformance import said_of
+from fourfold.show.machines import said_of
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.tables.derive import derive

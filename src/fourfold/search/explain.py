@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.listing import OpRow, operations
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.predict import Predictions, chunk_times
+from fourfold.cost.predict import OpRow, Predictions, chunk_times, operations
 from fourfold.cost.schedule import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.alternatives import tie_width

@@ -45,7 +45,7 @@ from fourfold.traces.what_if import fix_all, what_if
 from fourfold.verbs.collect import read_files
 from fourfold.verbs.diagnosis import Diagnosis, PartRow, RankRow, keep
 from fourfold.verbs.machine import known_cluster, named_cluster, read_calibration, read_profile
-from fourfold.verbs.trace_requests import DiagnoseRequest
+from fourfold.verbs.requests import DiagnoseRequest
 
 
 def cluster_of(found: Examined, request: DiagnoseRequest) -> Cluster | None:

@@ -8,8 +8,7 @@ import os
 import torch
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.plain import Plain
+from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, local
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"

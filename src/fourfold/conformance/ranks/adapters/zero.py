@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.plain import Plain
+from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part
 from fourfold.conformance.ranks.shims import nothing_compiled
 
