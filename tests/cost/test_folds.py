@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from fourfold.cli import main
+from fourfold.commands.score import fold_tables
+from fourfold.cost.fit.accuracy import FoldScore, Score
 from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
@@ -18,6 +22,7 @@ from fourfold.cost.fit.validate import left_out_of
 from fourfold.cost.stacks import family_of
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
+from fourfold.verbs.fit import Scores
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -105,3 +110,17 @@ def test_score_folds_tells_kinds_and_sources(
     page = capsys.readouterr().out
     assert "left out  sources  rows" in page
     assert max(map(len, page.split("\n\n")[1].splitlines())) <= 100
+
+
+def test_two_tables_with_rows_of_one_source_keep_their_own_numbers() -> None:
+    def scored(how: str, rows: int, median_pct: float) -> SimpleNamespace:
+        one = replace(Score.empty("mpt"), rows=rows, median_pct=median_pct)
+        return SimpleNamespace(how=how, score=one)
+
+    results = [scored("layout", 139, 2.5), scored("layout", 3, 30.0), scored("source", 139, 4.0)]
+    numbers = {field.name: 3 for field in fields(FoldScore)} | {"left_out": "layout"}
+    answer = SimpleNamespace(results=results, folds=[FoldScore(**numbers)])
+    _, sources = fold_tables(cast(Scores, answer))
+    assert [tuple(row[:5]) for row in sources.rows] == [
+        ("mpt", "139", "2.5", "-", "4.0"), ("mpt", "3", "30.0", "-", "-")
+    ]  # fmt: skip

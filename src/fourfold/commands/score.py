@@ -123,7 +123,8 @@ def _sources_table(answer: Scores) -> Grid:
     """Each source held out by layout, left out, and with its engine and cluster left out: median
     and share in the interval."""
     kinds = ("layout", "source", "abroad")
-    by_kind = {(one.how, one.score.source): one.score for one in answer.results}
+    # Two tables may have rows of one source.
+    by_kind = {(one.how, one.score.source, one.score.rows): one.score for one in answer.results}
     sources = [one.score for one in answer.results if one.how == "layout"]
     columns: list[Column] = [
         ("source", lambda one: one.source),
@@ -133,7 +134,7 @@ def _sources_table(answer: Scores) -> Grid:
         for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):
 
             def cell(one: Score, kind: str = kind, name: str = name, d: int = digits) -> str:
-                same = by_kind.get((kind, one.source))
+                same = by_kind.get((kind, one.source, one.rows))
                 return or_dash(getattr(same, name, None), f".{d}f")
 
             columns.append((f"{kind} {heading}", cell))
