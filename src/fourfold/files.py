@@ -133,7 +133,7 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
     raise UserError(what, field=field, value=str(path), hint=hint)
 
 
-def require_place(path: str | Path, *, field: str = "out") -> None:
+def require_place(path: str | Path) -> None:
     """Refuse now what could not be written later: the folder, or the one it will be made in."""
     target = os.path.realpath(path)
     is_folder = os.path.isdir(target)
@@ -147,7 +147,7 @@ def require_place(path: str | Path, *, field: str = "out") -> None:
         number = errno.EACCES
     if number:
         error = OSError(number, os.strerror(number))
-        raise refused(error, path, field=field, verb="written")
+        raise refused(error, path, field="out", verb="written")
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:
@@ -200,7 +200,7 @@ def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Itera
 
 
 @contextlib.contextmanager
-def locked(path: str | Path, *, field: str = "out") -> Iterator[None]:
+def locked(path: str | Path) -> Iterator[None]:
     """Alone among all who lock `path`, for what reads a file and writes it again; others wait. The
     lock is a hidden file beside it (network file systems lock no folders), and gone afterwards."""
     import fcntl
@@ -223,7 +223,7 @@ def locked(path: str | Path, *, field: str = "out") -> Iterator[None]:
                     break
             os.close(handle)  # whoever had it has removed it: it is nobody's lock any more
     except OSError as error:
-        raise refused(error, path, field=field, verb="written") from None
+        raise refused(error, path, field="out", verb="written") from None
     try:
         yield
     finally:

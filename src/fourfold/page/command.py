@@ -61,10 +61,9 @@ def _flags(plain: Mapping[str, Any]) -> Iterator[str]:
             yield from ("--set", f"{path}={json.dumps(value)}")
 
 
-def plan_command(request: PlanRequest, *, model: str = "") -> str:
-    """`model`: the name or path that was asked for, where the request has the model itself. A
-    cluster without a name needs a file, which is made."""
-    name = request.model if isinstance(request.model, str) else model or request.model.name
+def plan_command(request: PlanRequest) -> str:
+    """A cluster without a name needs a file, which is made."""
+    name = request.model if isinstance(request.model, str) else request.model.name
     sizes = ("seq_len", "micro_batch", "global_batch")
     run = {
         "gpus": request.gpus,

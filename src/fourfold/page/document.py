@@ -97,15 +97,14 @@ def policy(scripts: list[str], styles: list[str], connect: bool) -> str:
     )
 
 
-def check_page(path: str, *, force: bool, field: str = "html", charts: bool = True) -> None:
+def check_page(path: str, *, force: bool, charts: bool = True) -> None:
     """A page's name, what would be replaced, and (`charts`) the charting library."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            "must end in .html", field=field, value=path, hint="use a name like runs.html"
-        )
-    files.require_mine(path, mark=MARK, force=force, field=field)
+        hint = "use a name like runs.html"
+        raise UserError("must end in .html", field="html", value=path, hint=hint)
+    files.require_mine(path, mark=MARK, force=force, field="html")
     if charts:
-        plotly_script(field)
+        plotly_script()
 
 
 def write_page(path: str, text: str, *, on_event: OnEvent, browser: bool = False) -> None:

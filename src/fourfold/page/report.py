@@ -137,11 +137,11 @@ _TELLING = (
 _SCALING = ("gpus", *MODEL_AXES, "micro_batch", "tflops_gpu", "note")
 
 
-def report_page(answer: Report, *, command: str = "", title: str = "") -> str:
+def report_page(answer: Report, *, command: str = "") -> str:
     return document.document(
-        title=title or report_title(answer),
+        title=report_title(answer),
         body=document.asset("report.html"),
-        data=report_data(answer, command=command, title=title),
+        data=report_data(answer, command=command),
         scripts=REPORT_SCRIPTS,
     )
 

@@ -207,10 +207,10 @@ def _smallest(ranking: Ranking) -> Smallest:
     )
 
 
-def timeline(ranking: Ranking, place: int = 0) -> Timeline:
-    """Of the layout at `place`."""
-    predicted = ranking.predicted.take(np.array([place]))
-    return pipeline_timeline(predicted, f"{ranking.query.model.name}, {ranking.layout(place)}")
+def timeline(ranking: Ranking) -> Timeline:
+    """Of the first layout."""
+    name = f"{ranking.query.model.name}, {ranking.layout(0)}"
+    return pipeline_timeline(ranking.predicted, name)
 
 
 def pipeline_timeline(predicted: Predictions, name: str) -> Timeline:

@@ -27,7 +27,7 @@ from fourfold.cost.memory.peak import (
 from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
-from fourfold.search.peaks import CHUNK, OnProgress, WaysTable, blocks, no_progress, on_cores, peaks
+from fourfold.search.peaks import CHUNK, WaysTable, blocks, on_cores, peaks
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -59,16 +59,14 @@ class Space:
         points = {name: column[row] for name, column in self.rows.items()}
         return points | {name: column[way] for name, column in self.ways.items()}
 
-    def priced(
-        self, index: Places, compute: Callable[[Columns], Floats], tell: OnProgress = no_progress
-    ) -> Floats:
+    def priced(self, index: Places, compute: Callable[[Columns], Floats]) -> Floats:
         """compute(columns) of each point."""
 
         def piece(at: int) -> Floats:
             points = self.points(index[at : at + CHUNK])
             return compute(self.query.columns(points, is_open=True))
 
-        found = on_cores(piece, range(0, len(index), CHUNK), tell)
+        found = on_cores(piece, range(0, len(index), CHUNK))
         return np.concatenate(found) if found else np.zeros(0)
 
     def peak_bytes(self, index: Places) -> Floats:

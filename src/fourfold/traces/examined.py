@@ -273,7 +273,3 @@ def _told_settings(told: TracedRun) -> list[tuple[str, tuple[Any, str]]]:
         ("compile", (policy.compile, by)),
         ("tied", (told.spec.model.tied, by)),
     ]
-
-
-def with_spec(found: Examined, spec: RunSpec) -> Examined:
-    return replace(found, spec=spec)

@@ -59,14 +59,13 @@ def cluster_of(found: Examined, request: DiagnoseRequest) -> Cluster | None:
 
 
 def _dense(spec: RunSpec) -> RunSpec:
-    """Without experts, but as wide as those a token sees: the planner has no experts."""
+    """Without experts, but as wide as those a token sees: experts are priced by traced shapes."""
     model = spec.model
     if model.moe is None:
         return spec
     wide = model.top_k * model.moe.ffn + model.moe.shared_ffn
-    layout = replace(spec.layout, ep=1, etp=1) if hasattr(spec.layout, "ep") else spec.layout
     plain = replace(model, moe=None, experts=0, top_k=0, ffn=wide)
-    return replace(spec, model=plain, layout=layout)
+    return replace(spec, model=plain, layout=replace(spec.layout, ep=1, etp=1))
 
 
 def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
