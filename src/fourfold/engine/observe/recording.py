@@ -22,6 +22,15 @@ from fourfold.result.traces import STEP_MARK, TRACE_KEY, TracedRun, trace_window
 from fourfold.spec import codec
 
 
+@contextlib.contextmanager
+def _permitted() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # a driver may keep its counters to itself
+        hint = "omit it, or let the driver's administrator allow profiling"
+        raise UserError(f"cannot profile: {error}", field="trace", hint=hint) from None
+
+
 class StepRecording:
     """From `begin` to `end` every `step` is one mark of the trace. Operators have their shapes; the
     run's description is in it, so that nobody has to guess."""
@@ -30,17 +39,20 @@ class StepRecording:
         self.trainer, self.path, self.stand_in = trainer, path, stand_in
         self._profiler: profile | None = None
 
-    def begin(self) -> None:
+    def begin(self, lead: Callable[[], object] | None = None) -> None:
+        """`lead` runs between what takes a profiler a second to prepare and the trace itself: a
+        device that idled meanwhile would begin at another clock."""
         activities = [ProfilerActivity.CPU]
         if self.trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        synchronize(self.trainer.device)
         profiler = profile(activities=activities, record_shapes=True)
-        try:
-            profiler.start()
-        except RuntimeError as error:  # a driver may keep its counters to itself
-            hint = "omit it, or let the driver's administrator allow profiling"
-            raise UserError(f"cannot profile: {error}", field="trace", hint=hint) from None
+        with _permitted():
+            profiler.prepare_trace()
+        if lead is not None:
+            lead()
+        synchronize(self.trainer.device)
+        with _permitted():
+            profiler.start_trace()
         run = TracedRun(
             version=fourfold.__version__,
             rank=self.trainer.world.rank,
@@ -57,7 +69,7 @@ class StepRecording:
     def end(self) -> None:
         assert self._profiler is not None
         synchronize(self.trainer.device)
-        self._profiler.stop()
+        self._profiler.stop_trace()
         ending = ".json.gz" if self.path.name.endswith(".gz") else ".json"
         half = self.path.with_name(f".{self.path.name}.{os.getpid()}{ending}")
         try:
@@ -73,8 +85,9 @@ class StepRecording:
 def record_steps(trainer: Trainer, path: Path, first: int, *, stand_in: bool = False) -> None:
     """A few further steps from `first` on, whose times are nobody's measurement."""
     recording = StepRecording(trainer, path, stand_in=stand_in)
-    recording.begin()
-    for index in range(first, first + RECORDED_STEPS):
+    began = first + LEAD_STEPS
+    recording.begin(lambda: [trainer.step(index) for index in range(first, began)])
+    for index in range(began, began + RECORDED_STEPS):
         with recording.step(index):
             trainer.step(index)
     recording.end()
@@ -114,5 +127,5 @@ class WindowRecording:
             self._is_on = False
 
 
-# The first begins on an idle device; the others follow each other as in a long run.
-RECORDED_STEPS = 3
+# Steps that follow each other as in a long run, and those before them that are not recorded.
+RECORDED_STEPS, LEAD_STEPS = 3, 2
