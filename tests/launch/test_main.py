@@ -1,13 +1,18 @@
-"""The launcher as a program: its usage and its errors, without any rank."""
+"""The launcher as a program: its usage and its errors, without any rank.
+
+Two commands that measure on one host say so; one alone says nothing.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from fourfold.engine import worker
 from fourfold.launch.__main__ import main
+from fourfold.launch.permit import measuring, said_if_not_alone
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +57,19 @@ def test_a_worker_says_how_it_is_called(
         worker.main(words)
     assert leaving.value.code == 2
     assert capsys.readouterr().err == f"{worker.USAGE}\n"
+
+
+def test_a_second_measurement_is_said_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    run = said_if_not_alone(lambda number: number + 1, said.append)
+    assert run(1) == 2
+    assert said == []
+    with measuring() as is_alone:  # a lock of another open file, as of another process
+        assert is_alone
+        assert [run(2), run(3)] == [3, 4]
+    assert [words.partition(":")[0] for words in said] == [
+        "another fourfold command measures on this host"
+    ]
+    run(4)
+    assert len(said) == 1

@@ -1,4 +1,7 @@
-"""What a plan's page says beside its table, and how it reads."""
+"""What a plan's page says beside its table, and how it reads.
+
+The page of a profile: what it says of the time in which it was measured.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import pytest
 import fourfold
 from fourfold.errors import UserError
 from fourfold.search.plan_answer import Alternative, PlanAnswer
+from fourfold.show.machines import profile_page
 from fourfold.show.plan import page
 from fourfold.spec.layout import Layout
 from fourfold.verbs.requests import PlanRequest
+from tests.result.test_cpu_profile import profile
 
 SMALL = PlanRequest(
     model="llama-3.2-1b", gpu="h100-80gb", gpus=4, seq_len=4096, global_batch=32, top=3
@@ -81,3 +86,12 @@ def test_layouts_named_beside_the_list_are_played_like_those_in_it() -> None:
     layout = (shy.unproven_best.layout, shy.unproven_best.cp_kind)
     same = [row for row in bold.ranked if (row.layout, row.policy.cp_kind) == layout]
     assert [row.step_s for row in same] == [pytest.approx(shy.unproven_best.step_s)]
+
+
+@pytest.mark.parametrize(("unsteady", "says"), [((0.1, 0.1, 0.1), False), ((0.1, 0.42, 0.1), True)])
+def test_a_page_says_when_something_else_ran(unsteady: tuple[float, ...], says: bool) -> None:
+    known = profile()
+    points = zip(known.hosts, unsteady, strict=True)
+    page = profile_page(replace(known, hosts=tuple(replace(p, unsteady=u) for p, u in points)))
+    found = [part for part in page if isinstance(part, str) and "differed by 42%" in part]
+    assert bool(found) == says
