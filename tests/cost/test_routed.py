@@ -252,3 +252,33 @@ def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
     measured = {entry.stack for entry in known.routed if entry.rows_time}
     assert with_experts(dense) not in measured  # the nearest dense one says nothing of experts
     assert with_experts(routed) in measured
+
+
+def test_graphs_save_no_launches_where_the_host_waits_for_counts() -> None:
+    seconds = [
+        host_layer_s(replace(one, graphed=np.full(1, graphed)), defaults())[0]
+        for one in (
+            run("mixtral-8x7b", "dp16 ep8", 16, dispatcher=d) for d in ("alltoall", "ncclep")
+        )
+        for graphed in (0.0, 1.0)
+    ]
+    assert seconds[1] == seconds[0] > seconds[2] > 1.5 * seconds[3]
+
+
+def test_what_an_engine_keeps_is_its_habit(tmp_path: Path) -> None:
+    """Scores in Transformer Engine's unfused attention, moments of some recipes, micro batches
+    under which an exchange hides, and a compiled loss."""
+    plain = ROW | {"precision": "bf16", "attention": "unfused", "stack": "mcore-2026",
+                   "act_ckpt": "none", "vpp": "1"}  # fmt: skip
+    kept = [
+        float(memory(parsed(tmp_path, plain | change).columns, defaults()).worst_bytes[0])
+        for change in ({}, {"stack": "aleph-2023"}, {"a2a_overlap": "1"}, {"attention": "flash"})
+    ]
+    assert kept[3] < kept[0] < kept[1]
+    assert kept[0] < kept[2] < 1.3 * kept[0]
+    moments = parsed(tmp_path, ROW, ROW | {"family": "deepseek"}).columns.opt_bytes
+    assert moments.tolist() == [12.0, 8.0]
+    titan = ROW | {"stack": "torchtitan-2025", "note": "2 layers; compiled; GiB"}
+    rows = parsed(tmp_path, titan, titan | {"note": "", "stack": "torchtitan-2026-compile"},
+                  titan | {"note": "loss compiled only"})  # fmt: skip
+    assert rows.columns.compiled_loss.tolist() == [1.0, 1.0, 0.0]

@@ -20,7 +20,8 @@ Copies = Literal["none", "choice", "rank", "node", "all"]
 class DispatcherKind:
     """`passes` over the copies in memory, both ways together; `sms` that its kernels take from
     others while they run; `calls` for each way; `host`: time to launch it against the usual;
-    `rate` of its messages likewise."""
+    `rate` of its messages likewise; `waits`: the host reads how many rows come before it launches
+    what follows, so that graphs around it save nothing."""
 
     copies: Copies
     passes: float
@@ -28,6 +29,7 @@ class DispatcherKind:
     calls: float = 0.0
     host: float = 1.0
     rate: float = 1.0
+    waits: bool = False
 
 
 KINDS: dict[str, DispatcherKind] = {

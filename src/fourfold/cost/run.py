@@ -145,7 +145,7 @@ def priced_attention(policy: Policy, stack: str, device: Device) -> str:
     """The word of PRICED_ATTENTION for the kernel that runs. To our engine "flash" is torch's own
     kernel of that name, FlashAttention 2; to others whichever they use."""
     if policy.attention in KEEPS_SCORES:
-        return policy.attention
+        return "fused-softmax" if stack_defaults(stack).fuses_softmax else policy.attention
     named = policy.attention == "flash" and stack == "fourfold"
     is_old = named or (policy.attention != "cudnn" and stack_defaults(stack).flash2)
     return "flash2" if is_old and has_newer_flash(device) else "flash"

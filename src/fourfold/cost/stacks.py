@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fourfold.cost.dispatch import DISPATCHERS
@@ -100,6 +101,8 @@ class StackDefaults:
     dispatcher: str = "alltoall"  # of experts on other ranks, where a policy leaves it open
     tests_vocab: int = 0  # of the tests that an engine publishes, where they do not say
     graphs_experts: bool = False  # parts of layers with experts are CUDA graphs
+    fuses_softmax: bool = False  # in what it calls unfused attention (Transformer Engine)
+    narrow_moments: tuple[str, ...] = ()  # families whose moments its recipes hold in bf16
     flash2: bool = False  # attention by FlashAttention 2 on every GPU, not by the GPU's fastest
 
     def gradient_bytes(self, compute: str) -> tuple[float, float]:
@@ -156,8 +159,9 @@ def _matches(stack: str, name: str) -> bool:
 
 def stack_defaults(stack: str) -> StackDefaults:
     """Of the longest known name that a stack's begins with; of `generic` where nobody knows it."""
-    names = [name for name in STACKS if _matches(without_experts(stack.lower()), name)]
-    return STACKS[max(names, key=len, default="generic")]
+    name = without_experts(stack.lower())
+    found = STACKS[max((n for n in STACKS if _matches(name, n)), key=len, default="generic")]
+    return replace(found, compiled=True) if name.endswith("-compile") else found
 
 
 def is_known(stack: str) -> bool:
@@ -202,12 +206,14 @@ def without_experts(stack: str) -> str:
     return stack.removesuffix(_EXPERTS)
 
 
+@functools.cache
 def family_of(stack: str) -> str:
     """'nemo-2024' -> 'nemo', 'megatron-bridge-26.04' -> 'megatron-bridge': the engine without its
     year."""
     return re.sub(r"-(20\d\d|v?\d\d?\.\d).*", "", without_experts(stack))
 
 
+@functools.cache
 def year_of(stack: str) -> int | None:
     """By its name, or by its release: 26.04 is of 2026."""
     year = re.search(r"20\d\d|-v?2\d(?=\.\d\d)", stack)

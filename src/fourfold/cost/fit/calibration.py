@@ -20,7 +20,7 @@ import numpy as np
 
 from fourfold import files
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, MEMORY, TIME
+from fourfold.cost.fit.coefficients import BY_NAME, HOST, LEAN, MEMORY, TIME, defaults
 from fourfold.cost.fit.ranges import Ranges, joined_ranges
 from fourfold.cost.stacks import family_of, has_experts, year_of
 from fourfold.errors import UserError, shorten
@@ -173,13 +173,14 @@ def blend(
     like = [similarity(e, stack=stack, cluster=cluster, generation=generation) for e in kin]
     year, years = year_of(stack), [year_of(entry.stack) for entry in kin]
     ages = np.array([0.0, *(float(other - year) if year and other else 0.0 for other in years)])
-    weights, logs = np.ones((2, len(kin) + 1, len(COEFFICIENTS)))
-    for i, coefficient in enumerate(COEFFICIENTS):
-        name, usual = coefficient.name, coefficient.default
-        weights[1:, i] = [w * e.informed.get(name, 0.0) for e, w in zip(kin, like, strict=True)]
-        logs[:, i] = np.log([usual, *(entry.coefficients.get(name, usual) for entry in kin)])
-    level = np.exp(_level(weights, ages[:, None], logs)).tolist()
-    coef = dict(zip((coefficient.name for coefficient in COEFFICIENTS), level, strict=True))
+    usual = defaults()
+    weights, values = np.ones((2, len(kin) + 1, len(usual)))
+    values[0] = list(usual.values())
+    for i, (entry, weight) in enumerate(zip(kin, like, strict=True), start=1):
+        weights[i] = [weight * entry.informed.get(name, 0.0) for name in usual]
+        values[i] = [entry.coefficients.get(name, value) for name, value in usual.items()]
+    level = np.exp(_level(weights, ages[:, None], np.log(values))).tolist()
+    coef = dict(zip(usual, level, strict=True))
     return FittedStack(
         stack=stack,
         cluster=cluster,

@@ -22,6 +22,11 @@ _LOGIT_PASSES = 8.0
 # sum their gradients over rows: of what one fused activation moves.
 _BIASED = 6.0
 
+# Kernels around experts move more than the rows that they sort and activate: rows are padded to
+# whole tiles, probabilities multiplied and their gradients summed in fp32. Sources left out are
+# predicted best with twice the counted bytes (of 1 to 3).
+_AROUND = 2.0
+
 # Where a step is one graph, buffers have fixed sizes, and kernels around experts are fused with
 # their products (Transformer Engine's op fuser): of what is moved and cast otherwise. Runs of
 # Qwen3-30B whose hosts were no limit take 0.64 to 0.75 of the time (Megatron-Bridge 26.06).
@@ -79,7 +84,7 @@ def _exchange(c: Columns, e: ExpertSizes, name: str) -> Iterator[Op]:
     """Rows in order of their experts, to other ranks and, where slices of an expert lie on several,
     to all of these; back the other way round. Gradients take the same ways."""
     whole, moved = e.rows * c.hidden * c.act_bytes, e.tokens * c.hidden * c.act_bytes
-    passes = _fused(c) * dispatch.fact(c.dispatcher, "passes")
+    passes = _AROUND * _fused(c) * dispatch.fact(c.dispatcher, "passes")
     order = partial(Op, name=f"{name}, order", kind="elementwise", bytes=passes * whole / c.etp)
     sent = partial(Op, name=name, kind="collective", axis="ep", bytes=moved)
     slices = partial(Op, name=f"{name}, slices", kind="collective", axis="etp", bytes=whole)
@@ -100,7 +105,7 @@ def _grouped(
 
 def _activation(c: Columns, s: Sizes, e: ExpertSizes) -> Iterator[Op]:
     passes = np.where(c.expert_bias > 0, _BIASED, np.where(c.eager > 0, EAGER, 1.0))
-    there = _fused(c) * e.rows * c.act_bytes * (e.wide + e.ffn)
+    there = _AROUND * _fused(c) * e.rows * c.act_bytes * (e.wide + e.ffn)
     wide = e.rows * c.act_bytes * e.wide
     act = partial(Op, name="mlp.experts.activate", kind="elementwise")
     yield act(bytes=there * passes, again=e.act_again, keeps=e.kept * wide, gives=wide)

@@ -250,10 +250,10 @@ def _attended(c: Columns, s: Sizes) -> Floats:
 
 
 def scores(c: Columns, s: Sizes) -> Floats:
-    """2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep dropout masks,
-    too."""
-    drop = np.where(c.gated > 0, 0.0, 2.0)
-    each = np.where(c.attention == _FUSED, 3.0 + drop, 0.0)
+    """Of each: the softmax; unfused, scores and masked scores, too; of gpt-like models also a mask
+    of dropout and what it leaves."""
+    drop = np.where(c.gated > 0, 0.0, 3.0)
+    each = np.where(c.attention == _FUSED, 2.0 + drop, 0.0)
     each = np.where(c.attention == _UNFUSED, 7.0 + drop, each)
     return s.tokens * each * c.heads * c.seq / c.tp
 

@@ -142,6 +142,8 @@ def in_flight(c: Columns, micros: Floats) -> InFlight:
     """The lists of cost/schedule.py in closed form: exact for whole rounds, where the last
     round is cut short a little more than is held."""
     split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
+    # Under whose backward the next one's exchange hides: a forward of one part more.
+    ahead = np.where(c.pp > 1, c.hides_exchange / c.vpp, 0.0)
     first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
     # A rank begins two forwards of one of its parts later than the rank before it.
     second = np.where(split, first, np.where(looped, first - 2.0 / c.vpp, c.pp - 1.0))
@@ -149,7 +151,7 @@ def in_flight(c: Columns, micros: Floats) -> InFlight:
     last = np.where(split, c.pp, started)
     every = (c.schedule == _GPIPE) & (c.pp > 1)
     first, second, last = (
-        np.where(every, micros, np.minimum(micros, some)) for some in (first, second, last)
+        np.where(every, micros, np.minimum(micros, some + ahead)) for some in (first, second, last)
     )
     return InFlight(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
 

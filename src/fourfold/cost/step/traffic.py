@@ -235,7 +235,8 @@ def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
     slow = c.slow > 0
     launch = coef["host_s"] * np.where(slow, coef["slow_host"], 1.0)
     if np.any(c.experts > 0):  # routing and exchange are many small kernels, some of them awaited
-        kind = dispatch.fact(c.dispatcher, "host") * np.where(c.graphed > 0, GRAPHED, 1.0)
+        fewer = (c.graphed > 0) & (dispatch.fact(c.dispatcher, "waits") == 0)
+        kind = dispatch.fact(c.dispatcher, "host") * np.where(fewer, GRAPHED, 1.0)
         more = LATENT * (c.latent > 0) + SHARED * (c.shared_ffn > 0) + TENSOR * (c.tp > 1)
         launch = (1.0 - c.routed) * launch + c.routed * coef["moe_host_s"] * kind * (1.0 + more)
     launch = launch * np.select([c.fused_host > 1, c.fused_host > 0], [0.0, 0.5], 1.0)

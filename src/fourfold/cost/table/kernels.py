@@ -18,6 +18,9 @@ def attention(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDef
     third = Distinct(draft.table.column("attention"), str).mask(lambda cell: cell == "flash3")
     second = (kinds == flash2) | ((kinds == flash) & stack.mask(lambda s: s.flash2) & ~third)
     kinds = np.where(second, np.where(newer, flash2, flash), kinds)
+    unfused, fused = (PRICED_ATTENTION.index(w) for w in ("unfused", "fused-softmax"))
+    fuses = (kinds == unfused) & stack.mask(lambda s: s.fuses_softmax)
+    kinds = np.where(fuses, float(fused), kinds)
     first = words.mask(lambda w: w.flash1) & np.isin(kinds, (flash, flash2))
     return np.where(first, float(flash1), kinds)
 

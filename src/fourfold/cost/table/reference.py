@@ -58,7 +58,7 @@ class NoteWords:
         self.head_size = int(head[1]) if head else 0
         self.net_bytes_per_s = 0.0 if per_node else rate
         self.net_bytes_per_s_of_node = rate if per_node else 0.0
-        self.compiled = _stated(note, r"torch\.compile", r"\beager\b")
+        self.compiled = _stated(note, r"torch\.compile|(?:^|; )compiled\b", r"\beager\b")
         self.async_tp = _stated(note, r"\b[Aa]sync ?TP\b", r"\bvanilla TP\b")
         self.graphs = has(r"_cg\b|_cg_|CUDA graphs")
         self.no_overlap = has(r"\boverlap(?: paths)? off\b")

@@ -159,7 +159,10 @@ def _policy(
         each = [stack.array(lambda s, d=d, i=i: s.gradient_bytes(d)[i]) for d in DTYPES]
         facts[name] = np.stack(each)[place]
     facts["grad_bytes"] = np.where(words.mask(lambda w: w.pure), 2.0, facts["grad_bytes"])
-    facts["opt_bytes"] = np.where(words.mask(lambda w: w.one_moment), 8.0, 12.0)
+    named = zip(table.column("stack"), table.column("family"), strict=True)
+    narrow = Distinct(list(named), lambda one: one[1] in stack_defaults(one[0]).narrow_moments)
+    less = words.mask(lambda w: w.one_moment) | narrow.mask(bool)
+    facts["opt_bytes"] = np.where(less, 8.0, 12.0)
     low = np.isin(facts["precision"], [DTYPES.index("fp8"), DTYPES.index("fp4")])
     facts["act_bytes"] = np.where(facts["precision"] == DTYPES.index("fp32"), 4.0, 2.0)
     saved, gather = (
