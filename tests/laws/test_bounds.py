@@ -14,7 +14,6 @@ import pytest
 
 from fourfold import files
 from fourfold.cli import main
-from fourfold.cost.table.reference import read_table
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.tables.forms import parse
@@ -128,13 +127,6 @@ def test_depth_is_refused(text: str) -> None:
     for toml in (f"a = {text}", "a" + ".a" * 100_000 + " = 1", "[" + "a." * 5000 + "a]"):
         with pytest.raises(UserError, match=r"deep|TOML|parts"):
             codec.parse_toml(toml)
-
-
-def test_a_table_of_too_many_columns(tmp_path: Path) -> None:
-    path = tmp_path / "wide.csv"
-    path.write_text(MPT[0] + ",x" * 5000 + "\n" + "1\n" * 5000)
-    with pytest.raises(UserError, match="columns"):
-        read_table(path)
 
 
 def test_a_name_given_twice_is_refused() -> None:
