@@ -73,6 +73,11 @@ def test_experts_are_judged_by_their_rows_and_tiles(capsys) -> None:
     assert alone["micro_batch"]["tflops_gpu"] < said["micro_batch"]["tflops_gpu"]
     model = asked(capsys, "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b")
     assert (model["experts"]["asked"], model["expert_ffn"]["asked"]) == (128, 768)
+    head = model["heads"]
+    assert head["head_size"] == 128  # its own, not hidden / heads
+    assert {row["value"] * row["head_size"] for row in head["table"]} == {4096}
+    latent = asked(capsys, "--gpu", "h100-80gb", "--model", "deepseek-v3")["heads"]
+    assert latent["head_size"] == 192
     for wrong in (words[:6], (*words[:8], "--top-k", "97"), (*words[:4], "--ep", "2")):
         assert main(["advise", *wrong]) == 2
 

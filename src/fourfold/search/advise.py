@@ -46,10 +46,16 @@ class LayerShape:
     top_k: int = 0
     expert_ffn: int = 0
     ep: int = 1
+    head_dim: int | None = None  # None: hidden / heads
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def width(self) -> int:
+        """Of all heads: that of the hidden state, unless heads have a size of their own."""
+        return self.heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Kernels:
 
     def columns(self, shapes: Sequence[LayerShape]) -> Columns:
         names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp", "experts", "top_k",
-                 "expert_ffn", "ep")  # fmt: skip
+                 "expert_ffn", "ep", "width")  # fmt: skip
         facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
         idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}
@@ -135,14 +141,15 @@ def _groups(shape: LayerShape, heads: int) -> int:
 
 def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
     """Hidden sizes near the asked one; heads and MLP follow it where the user left them open."""
-    step = int(np.lcm(64, shape.tp)) if free_heads else int(np.lcm(64, shape.heads))
+    follows = shape.heads if not free_heads and shape.head_dim is None else shape.tp
+    step = int(np.lcm(64, follows))
     ratio = shape.ffn / shape.hidden
     plain = {shape.hidden: shape}
     for hidden in near(shape.hidden, step):
         heads = auto_heads(hidden, shape.tp) if free_heads else shape.heads
         ffn, kv_heads = round(ratio * hidden / shape.tp) * shape.tp, _groups(shape, heads)
-        if hidden // heads in USUAL_HEAD_SIZES and heads % kv_heads == 0:
-            other = replace(shape, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+        other = replace(shape, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+        if other.head_size in USUAL_HEAD_SIZES and heads % kv_heads == 0:
             plain.setdefault(hidden, other)
     plain = dict(sorted(plain.items()))
     rates = layer_rates(list(plain.values()), kernels)
@@ -156,11 +163,11 @@ def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
     """The layer's products on one rank, [tokens, in] x [in, out]: what alignment and what tiles and
     waves cost against a product that fills the GPU."""
     tokens = float(shape.micro_batch * shape.seq_len)
-    kv = 2 * shape.hidden * shape.kv_heads / shape.heads
+    kv = 2 * shape.width * shape.kv_heads / shape.heads
     up = (1 + shape.gated) * shape.ffn / shape.tp
     sizes = {
-        "attention in": ((shape.hidden + kv) / shape.tp, float(shape.hidden)),
-        "attention out": (float(shape.hidden), shape.hidden / shape.tp),
+        "attention in": ((shape.width + kv) / shape.tp, float(shape.hidden)),
+        "attention out": (float(shape.hidden), shape.width / shape.tp),
         "mlp in": (up, float(shape.hidden)),
         "mlp out": (float(shape.hidden), shape.ffn / shape.tp),
     }
@@ -194,11 +201,12 @@ def _core_loss(c: Columns, kernels: Kernels) -> Floats:
 
 
 def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
-    """Head counts that divide hidden and tp; the attention core is judged beside the layer."""
-    even = [n for n in divisors(shape.hidden) if n % shape.tp == 0]
-    counts = sorted({shape.heads, *(n for n in even if 32 <= shape.hidden // n <= 320)})
-    ratio = max(1, shape.heads // shape.kv_heads)
-    shapes = [replace(shape, heads=n, kv_heads=max(1, n // ratio)) for n in counts]
+    """Head counts that divide their width and tp; the attention core is judged beside the layer."""
+    width, ratio = shape.width, max(1, shape.heads // shape.kv_heads)
+    even = [n for n in divisors(width) if n % shape.tp == 0]
+    counts = sorted({shape.heads, *(n for n in even if 32 <= width // n <= 320)})
+    kv_heads = {n: max(1, n // ratio) for n in counts}
+    shapes = [replace(shape, heads=n, kv_heads=kv_heads[n], head_dim=width // n) for n in counts]
     rates = layer_rates(shapes, kernels)
     c = kernels.columns(shapes)
     core = _core_loss(c, kernels)
@@ -218,7 +226,7 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
             notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")
     advice = judged(shape.heads, counts, rates, notes)
     for row, loss in zip(advice["table"], core, strict=True):
-        row |= {"head_size": shape.hidden // row["value"], "attention_loss": float(loss)}
+        row |= {"head_size": width // row["value"], "attention_loss": float(loss)}
     is_slow = core[own] >= SLOW_ATTENTION or rates[own] * WORTH_SAYING < rates.max()
     good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[own] - 1.0) / 2]
     closest = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)

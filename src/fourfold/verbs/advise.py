@@ -167,7 +167,11 @@ def _shape(request: AdviseRequest) -> LayerShape:
     own = base if base and base.hidden == hidden else None
     heads = size("heads", own.heads if own else auto_heads(hidden, tp))
     kv_heads = size("kv_heads", own.kv_heads if own and request.heads is None else heads)
-    for name, value, whole in (("heads", heads, hidden), ("kv-heads", kv_heads, heads)):
+    # A size that heads have of their own belongs to their number.
+    apart = own if own and request.heads is None and own.attention_width != hidden else None
+    head_dim = apart.head_size if apart else None
+    width = hidden if head_dim is None else heads
+    for name, value, whole in (("heads", heads, width), ("kv-heads", kv_heads, heads)):
         if whole % value:
             raise UserError(f"must divide {whole}", field=name, value=value)
     return LayerShape(
@@ -180,6 +184,7 @@ def _shape(request: AdviseRequest) -> LayerShape:
         seq_len=size("seq_len", 2048),
         micro_batch=size("micro_batch", 1),
         tp=tp,
+        head_dim=head_dim,
     )
 
 
