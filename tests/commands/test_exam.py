@@ -13,8 +13,7 @@ import pytest
 import fourfold
 from fourfold import ExamRequest
 from fourfold.cli import main
-from fourfold.cost.exam import entrants as seasons
-from fourfold.cost.exam import submission
+from fourfold.cost import exam
 from fourfold.cost.fit.calibration import shipped
 from fourfold.errors import UserError
 
@@ -26,13 +25,13 @@ SEASON = ROOT / "exam" / "season1"
 def test_season_1_is_made_of_the_published_tables() -> None:
     """Without a word of the results, and with every row that the shipped calibration saw marked."""
     tables = [str(GOLDEN / f"{name}.csv") for name in ("mpt", "bloom", "par4d")]
-    made = seasons.make(tables, shipped())
+    made = exam.make_season(tables, shipped())
     for name, text in made.items():
         assert (SEASON / name).read_text() == text, "fourfold exam --new makes the season again"
     asked = list(csv.DictReader(made["tasks.csv"].splitlines()))
-    assert not {*seasons.RESULTS} & {*asked[0]}
+    assert not {*exam.RESULTS} & {*asked[0]}
     assert {row["note"] for row in asked} <= {"", "pure", "default"}
-    season = seasons.read(str(SEASON))
+    season = exam.read_season(str(SEASON))
     assert season.seen.all()
     assert len(season.ids) == 397
 
@@ -48,7 +47,7 @@ def test_the_page_has_every_entrant_on_the_same_rows(
         "row_id,step_s\n"
         + "".join(
             f"{name},{'' if i < 10 else 100}\n"
-            for i, name in enumerate(seasons.read(str(folder)).ids)
+            for i, name in enumerate(exam.read_season(str(folder)).ids)
         )
     )
     card = 'name = "a late one"\nby = "me"\nversion = "1"\nhow = "guessed"\nsaw = "nothing"\n'
@@ -101,10 +100,10 @@ def test_a_wrong_submission_is_an_error(change, said: str, tmp_path: Path) -> No
              "c,3,,,70,1"]  # fmt: skip
     file = tmp_path / "mine.csv"
     file.write_text("\n".join(lines) + "\n")
-    read = submission.read(file, ["a", "b", "c"])
+    read = exam.read_submission(file, ["a", "b", "c"])
     assert np.isnan(read.step_s[1])
-    assert submission.written(["a", "b", "c"], read).splitlines() == lines
+    assert exam.written(["a", "b", "c"], read).splitlines() == lines
     file.write_text("\n".join(change(lines)) + "\n")
     with pytest.raises(UserError) as error:
-        submission.read(file, ["a", "b", "c"])
+        exam.read_submission(file, ["a", "b", "c"])
     assert re.search(said, str(error.value))

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from fourfold import files
-from fourfold.cost.exam import entrants as seasons
-from fourfold.cost.exam import submission as submissions
-from fourfold.cost.exam.entrants import ENTRANTS, Season, card_of
-from fourfold.cost.exam.submission import Card
+from fourfold.cost import exam as exams
+from fourfold.cost.exam import ENTRANTS, Card, Season, card_of
 from fourfold.cost.fit.accuracy import Score, score, timed_rows
 from fourfold.cost.fit.folds import Bools
 from fourfold.cost.table.predict import RowPredictions
@@ -94,18 +92,18 @@ def exam(request: ExamRequest, *, on_event: OnEvent = ignore) -> Exam:
     base = Path(request.folder)
     if request.new:
         _make(base, request.new, on_event)
-    season = seasons.read(request.folder)
+    season = exams.read_season(request.folder)
     if request.sit or request.new:
         _sit(base, season, on_event)
     if request.check is not None:
         name = Path(request.check).stem
         card = Card(name=name, by="", version="", how="", saw="not said")
-        return _scored(season, [(card, submissions.read(request.check, season.ids))])
+        return _scored(season, [(card, exams.read_submission(request.check, season.ids))])
     found = []
     for path in sorted((base / "entrants").glob("*.csv")):
         on_event(Event(f"reading {path.name}", "progress"))
-        card = submissions.read_card(path.with_suffix(".toml"))
-        found.append((card, submissions.read(path, season.ids)))
+        card = exams.read_card(path.with_suffix(".toml"))
+        found.append((card, exams.read_submission(path, season.ids)))
     if not found:
         hint = "'--sit' makes those of fourfold and the baselines"
         raise UserError("has no entrants", field="folder", value=request.folder, hint=hint)
@@ -116,7 +114,7 @@ def _make(base: Path, tables: tuple[str, ...], on_event: OnEvent) -> None:
     if (base / "tasks.csv").exists():
         hint = "name a new folder: entrants answered these tasks"
         raise UserError("is a season already", field="folder", value=str(base), hint=hint)
-    for name, text in seasons.make(tables, read_calibration(None)).items():
+    for name, text in exams.make_season(tables, read_calibration(None)).items():
         base.mkdir(parents=True, exist_ok=True)
         files.write_text(base / name, text)
         on_event(Event(f"written: {base / name}"))
@@ -129,7 +127,7 @@ def _sit(base: Path, season: Season, on_event: OnEvent) -> None:
     shipped = read_calibration(None)
     for name, (_, answered) in ENTRANTS.items():
         on_event(Event(f"{name} answers {len(season.ids)} tasks", "progress"))
-        text = submissions.written(season.ids, answered(season.rows, shipped))
+        text = exams.written(season.ids, answered(season.rows, shipped))
         files.write_text(base / "entrants" / f"{name}.csv", text)
         card = toml_text(codec.encode(card_of(name, fourfold.__version__)))
         files.write_text(base / "entrants" / f"{name}.toml", card)

@@ -1,15 +1,19 @@
-"""Entrants that sit the exam by themselves: fourfold in two ways, and two baselines.
-
-A season of the exam: tasks.csv has runs without results, answers.csv what was measured, and
+"""The exam. A season: tasks.csv has runs without results, answers.csv what was measured, and
 entrants/ a submission and a card of each entrant.
 
 Tasks and answers are made of tables in the reference schema. Of a note only a setting stays; who
-knows the table would find its rows by the rest.
+knows the table would find its rows by the rest. fourfold sits it in two ways, with two baselines.
+
+A submission: one line for each task, as `fourfold predict` writes them.
+
+`step_s` is needed; blank where an entrant declines a task. An 80% interval, memory and the chance
+to fit are welcome. Anything else that is wrong is an error that names its line.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +24,6 @@ import numpy as np
 from fourfold import files
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import FlopsQuery
-from fourfold.cost.exam.submission import Card, predictions_of
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.folds import Bools, keys_of
 from fourfold.cost.fit.validate import others_of
@@ -29,6 +32,110 @@ from fourfold.cost.table.reference import SCHEMA, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
+from fourfold.spec import check, codec
+
+NUMBERS = ("step_s", "step_s_low", "step_s_high", "mem_gb", "fit_chance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """Who answered, how, and what of the season was known to them."""
+
+    name: str
+    by: str
+    version: str
+    how: str
+    saw: str
+    url: str = ""
+
+
+def read_card(path: Path) -> Card:
+    try:
+        return codec.decode(Card, codec.parse_toml(files.read_text(path, field="card")))
+    except UserError as error:
+        raise error.inside(str(path)) from None
+
+
+def read_submission(path: str | Path, ids: list[str]) -> RowPredictions:
+    """In the order of the tasks."""
+    text = files.read_text(path, field="submission")
+    reader = csv.DictReader(text.splitlines())
+    heading = reader.fieldnames or []
+    for name in ("row_id", "step_s"):
+        check.that(name in heading, "submission", str(path), f"lacks the column {name}")
+    known = {one: place for place, one in enumerate(ids)}
+    found = {name: np.full(len(ids), np.nan) for name in NUMBERS}
+    seen: set[str] = set()
+    for line, row in enumerate(reader, 2):
+        where = f"{path}, line {line}"
+        name = row["row_id"] or ""
+        if name not in known:
+            raise UserError("is no task of this season", field="row_id", value=name, source=where)
+        if name in seen:
+            raise UserError("is answered twice", field="row_id", value=name, source=where)
+        seen.add(name)
+        for column in NUMBERS:
+            found[column][known[name]] = _number(row.get(column) or "", column, where)
+        _check_order({column: found[column][known[name]] for column in NUMBERS}, where)
+    lacking = [one for one in ids if one not in seen]
+    if lacking:
+        named = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+        rule = f"has no line for {len(lacking)} of {len(ids)} tasks: {named}"
+        hint = "answer each task; leave step_s blank to decline one"
+        raise UserError(rule, field="submission", value=str(path), hint=hint)
+    return predictions_of(**found)
+
+
+def _number(text: str, column: str, where: str) -> float:
+    if not text.strip():
+        return math.nan
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    top = 1.0 if column == "fit_chance" else math.inf
+    least_ok = value >= 0.0 if column == "fit_chance" else value > 0.0
+    if not (least_ok and value <= top and math.isfinite(value)):
+        rule = "must be from 0 to 1" if top == 1.0 else "must be a finite number above 0"
+        hint = "leave it blank to decline" if column == "step_s" else "leave it blank if not known"
+        raise UserError(rule, field=column, value=text, hint=hint, source=where)
+    return value
+
+
+def _check_order(one: dict[str, float], where: str) -> None:
+    low, middle, high = (one[name] for name in ("step_s_low", "step_s", "step_s_high"))
+    if math.isnan(low) != math.isnan(high):
+        raise UserError("needs both ends of the interval", field="step_s_low", source=where)
+    if low == low and not (low <= middle <= high):
+        rule = f"must lie from step_s_low={low} to step_s_high={high}"
+        raise UserError(rule, field="step_s", value=middle, source=where)
+
+
+def predictions_of(
+    step_s: Floats,
+    step_s_low: Floats | None = None,
+    step_s_high: Floats | None = None,
+    mem_gb: Floats | None = None,
+    fit_chance: Floats | None = None,
+) -> RowPredictions:
+    blank = np.full(len(step_s), np.nan)
+    low, high, memory, chance = (
+        blank if one is None else one for one in (step_s_low, step_s_high, mem_gb, fit_chance)
+    )
+    return RowPredictions(
+        step_s, low, high, blank, blank, blank, memory, blank, np.nan_to_num(chance) >= 0.5, chance,
+        [""] * len(step_s), [""] * len(step_s),
+    )  # fmt: skip
+
+
+def written(ids: list[str], said: RowPredictions) -> str:
+    columns = (said.step_s, said.low_s, said.high_s, said.mem_gb, said.fit_chance)
+    lines = [
+        [name, *("" if value != value else f"{value:.6g}" for value in values)]
+        for name, *values in zip(ids, *(column.tolist() for column in columns), strict=True)
+    ]
+    return csv_text([["row_id", *NUMBERS], *lines])
+
 
 RESULTS = ("step_s", "tokens_s_gpu", "tflops_gpu", "flop_rule", "mem_gb", "status")
 ANSWERS = ("row_id", "step_s", "mem_gb", "status", "seen")
@@ -55,7 +162,7 @@ class Season:
         return tuple(dict.fromkeys(self.rows.table.column("source")))
 
 
-def make(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
+def make_season(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
     """(name of a file -> its text) of a season that asks about the rows of these tables."""
     columns = [name for name in SCHEMA if name not in RESULTS]
     tasks, answers = [columns], [list(ANSWERS)]
@@ -73,7 +180,7 @@ def make(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
     return {"tasks.csv": csv_text(tasks), "answers.csv": csv_text(answers)}
 
 
-def read(folder: str) -> Season:
+def read_season(folder: str) -> Season:
     base = Path(folder)
     if not (base / "tasks.csv").is_file():
         hint = "name a folder with tasks.csv and answers.csv, such as exam/season1 of the source"

@@ -1,1 +1,0 @@
-"""An exam of planners: tasks without answers, submissions, and their scores."""
