@@ -20,6 +20,7 @@ from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.pipeline import in_flight
 from fourfold.cost.step.traffic import copies, host_layer_s
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
@@ -263,6 +264,16 @@ def test_graphs_save_no_launches_where_the_host_waits_for_counts() -> None:
         for graphed in (0.0, 1.0)
     ]
     assert seconds[1] == seconds[0] > seconds[2] > 1.5 * seconds[3]
+
+
+def test_how_an_exchange_hides_is_its_engines_habit(tmp_path: Path) -> None:
+    """DualPipe pays 4% of it, Megatron what was fitted; halves of a micro batch hold no more."""
+    row = ROW | {"a2a_overlap": "1", "vpp": "1", "act_ckpt": "none", "dispatcher": "deepep"}
+    engines = ("hai-llm-2024", "megatron-lm-2026", "olmo-core-2026")
+    c = parsed(tmp_path, *(row | {"stack": name} for name in engines)).columns
+    seconds = estimate(c, defaults()).parts["ep_comm"]
+    assert seconds[0] / seconds[1] == pytest.approx(0.04 / defaults()["exchange_hidden"])
+    assert in_flight(c, c.micros).first.tolist() == [5.0, 5.0, 4.0]
 
 
 def test_what_an_engine_keeps_is_its_habit(tmp_path: Path) -> None:

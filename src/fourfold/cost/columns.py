@@ -75,6 +75,7 @@ class Columns:
     latent_ckpt: Annotated[Floats, 0]  # 1: keys and values are made of the latent again
     dispatcher: Annotated[Floats, DISPATCHERS.index("alltoall")]  # index in DISPATCHERS
     hides_exchange: Annotated[Floats, 0]  # 1: under another micro batch's compute
+    overlap: Annotated[Floats, 0]  # how: index in dispatch.OVERLAPS
     # Of tokens per expert: standard deviation over mean; 0: forced even.
     imbalance: Annotated[Floats, 0]
     dropped_above: Annotated[Floats, 0]  # an expert's most tokens, in even shares; 0: no limit

@@ -1,7 +1,9 @@
-"""Kinds of dispatchers: data/dispatchers.toml; and the copies of a token that each sends."""
+"""Kinds of dispatchers: data/dispatchers.toml; the copies of a token that each sends; and kinds of
+overlap."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,9 +41,23 @@ KINDS: dict[str, DispatcherKind] = {
 DISPATCHERS: tuple[str, ...] = tuple(KINDS)
 
 
-def fact(index: Floats, name: str) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapKind:
+    """How an exchange hides: data/overlaps.toml. `paid` 0: as fitted."""
+
+    chunks: float
+    paid: float = 0.0
+
+
+OVERLAPS: dict[str, OverlapKind] = {
+    name: codec.decode(OverlapKind, table, name)
+    for name, table in catalog.data("overlaps.toml").items()
+}
+
+
+def fact(index: Floats, name: str, kinds: Mapping[str, Any] = KINDS) -> Floats:
     """A number of each run's kind."""
-    each = np.array([getattr(kind, name) for kind in KINDS.values()], dtype=np.float64)
+    each = np.array([getattr(kind, name) for kind in kinds.values()], dtype=np.float64)
     return each[np.asarray(index, dtype=np.intp)]
 
 

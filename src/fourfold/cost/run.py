@@ -10,6 +10,7 @@ import numpy as np
 
 from fourfold.cost import experts
 from fourfold.cost.columns import DEFAULTS, OPTIMIZERS, Columns, columns
+from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.pipeline import BY_COST
@@ -122,6 +123,7 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
         "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
         "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
+        "overlap": float(list(OVERLAPS).index(usual.overlap)),
     }
 
 

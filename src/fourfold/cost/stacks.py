@@ -99,6 +99,7 @@ class StackDefaults:
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
     reports_last: bool = False  # ... or the last rank's
     dispatcher: str = "alltoall"  # of experts on other ranks, where a policy leaves it open
+    overlap: str = "combined-1f1b"  # how it hides their exchange, where it does
     tests_vocab: int = 0  # of the tests that an engine publishes, where they do not say
     graphs_experts: bool = False  # parts of layers with experts are CUDA graphs
     fuses_softmax: bool = False  # in what it calls unfused attention (Transformer Engine)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fourfold.cost import dispatch
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.params import EMBEDDING_COST, end_layers, passing_unit, split_layers
 from fourfold.spec.words import SCHEDULES
@@ -143,7 +144,8 @@ def in_flight(c: Columns, micros: Floats) -> InFlight:
     round is cut short a little more than is held."""
     split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
     # Under whose backward the next one's exchange hides: a forward of one part more.
-    ahead = np.where(c.pp > 1, c.hides_exchange / c.vpp, 0.0)
+    chunks = dispatch.fact(c.overlap, "chunks", dispatch.OVERLAPS)
+    ahead = np.where(c.pp > 1, c.hides_exchange * chunks / c.vpp, 0.0)
     first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
     # A rank begins two forwards of one of its parts later than the rank before it.
     second = np.where(split, first, np.where(looped, first - 2.0 / c.vpp, c.pp - 1.0))

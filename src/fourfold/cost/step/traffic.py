@@ -51,7 +51,9 @@ def tokens_s(c: Columns, coef: Coefficients, data: Floats) -> Floats:
     if np.any(everybody):
         ring = half_collective_s(c, coef, data * size, size=size, stride=stride)
         took = np.where(everybody, ring + np.where(crosses(c, size, stride), START_S, 0.0), took)
-    took = took * np.where(c.hides_exchange > 0, coef["exchange_hidden"], 1.0)
+    known = dispatch.fact(c.overlap, "paid", dispatch.OVERLAPS)
+    paid = np.where(known > 0, known, coef["exchange_hidden"])
+    took = took * np.where(c.hides_exchange > 0, paid, 1.0)
     return np.where(size > 1, took, 0.0)
 
 
