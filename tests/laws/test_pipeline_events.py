@@ -180,6 +180,8 @@ def test_the_planners_memory_holds_what_the_lists_hold(schedule, stages, virtual
         schedule=np.array([SCHEDULES.index(schedule)]),
         pp=np.array([float(stages)]),
         vpp=np.array([float(virtual)]),
+        hides_exchange=np.zeros(1),
+        overlap=np.zeros(1),
     )
     closed = in_flight(c, np.array([float(micros)]))  # type: ignore[arg-type]
     lists = [
