@@ -90,7 +90,7 @@ def _with_late_weights(actions: list[Action], *, delay: int) -> list[Action]:
     return late + waiting
 
 
-@lru_cache(maxsize=128)  # engines compared side by side, and intervals, ask for the same ones
+@lru_cache(maxsize=4)
 def global_order(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int
 ) -> tuple[tuple[int, Action], ...]:
@@ -168,7 +168,7 @@ class Simulated:
     events: tuple[ActionTime, ...] = ()
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)  # engines compared side by side, and intervals, ask for the same ones
 def _program(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int
 ) -> tuple[tuple[int, int, int, int], ...]:

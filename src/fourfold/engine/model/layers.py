@@ -5,10 +5,9 @@ Parallelism replaces parts from outside: `input_comm` (what happens to a block's
 the attention core. A linear may compute several published matrices at once; `parts` says which
 rows.
 
-Latent attention (MLA) as it trains: keys and values of all heads from a few numbers a token.
-
-Shapes as in layers.py; N channels without positions, P with them. Tensor parallelism cuts heads;
-the ways down to the latents stay whole on every rank.
+Latent attention (MLA) as it trains: keys and values of all heads from a few numbers a token; N
+channels without positions, P with them. Tensor parallelism cuts heads; the ways down to the latents
+stay whole on every rank.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 Shapes: T tokens, E experts, K chosen of them. Parallelism replaces `sum_over_sequence` and
 `whole_sequence`, since a rank may hold only part of its sequences.
 
-A router on a GPU: its products without wide copies of tokens, its choice in one kernel.
-
-N tokens, D hidden, E experts.
+On a GPU its products need no wide copies of tokens (N of them, D hidden), its choice one kernel.
 """
 
 from __future__ import annotations

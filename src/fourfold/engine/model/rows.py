@@ -1,10 +1,8 @@
-"""Rows of experts: in which order, there, and back. One kernel each on a GPU.
+"""Rows of experts: in which order, there, and back, and SwiGLU of them times their scores. One
+kernel each on a GPU.
 
-N tokens, D hidden, E experts, K experts of a token, R = N x K rows in the order of experts.
-
-SwiGLU of experts' rows times their scores: one kernel each way on a GPU.
-
-R rows, F width of an expert, N tokens with K scores each.
+N tokens, D hidden, E experts of width F, K of a token, each with a score, R = N x K rows in the
+order of experts.
 """
 
 from __future__ import annotations

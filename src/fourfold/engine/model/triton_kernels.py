@@ -2,9 +2,8 @@
 
 Apart from the modules that use them, since triton is imported only where there is a GPU.
 
-GPU kernels of a layer with experts: who goes where, rows there and back, and the activation.
-
-N tokens, E experts, K experts of a token, R = N x K rows in the order of experts.
+Of a layer with experts: who goes where, rows there and back, and the activation. N tokens, E
+experts, K experts of a token, R = N x K rows in the order of experts.
 """
 
 import triton  # pyrefly: ignore [missing-import]
