@@ -1,12 +1,7 @@
-"""Large and deep inputs: refused with a limit that is named, or read in time that grows like them.
-
-Time is process time of four times as much against once, in one run: 4 where it grows linearly, 16
-where it grows with the square.
-"""
+"""Large and deep inputs: refused with a named limit, or read in time that grows as they do."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,26 +13,13 @@ from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.tables.forms import parse
 from fourfold.tables.lint import lint
+from tests.growth import QUADRATIC, grows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MPT = (GOLDEN / "mpt.csv").read_text().splitlines()
 TOPOLOGY = "| Nodes | Size | DP | TP | PP | MBS | GBS | Mem | Sec/it | TFLOPs | Notes |"
 RULE = "|---|---|---|---|---|---|---|---|---|---|---|"
 ROW = "| 48 | 181B | 4 | 8 | 12 | 2 | 2048 | 37GB | 120.29 | 134.02 | 02-21 |"
-GROWTH = 9.0
-
-
-def grows(work: Callable[[int], object], size: int) -> float:
-    """Process time of 4 x size over that of size, the better of two."""
-    found = []
-    for count in (size, 4 * size):
-        times = []
-        for _ in range(2):
-            began = time.process_time()
-            work(count)
-            times.append(time.process_time() - began)
-        found.append(min(times))
-    return found[1] / found[0]
 
 
 def equal_csv(count: int) -> str:
@@ -73,14 +55,14 @@ def test_copied_cells_are_found_among_equal_ones() -> None:
     [(equal_csv, "csv"), (equal_rows, "md"), (near_rows, "md"), (swapped_rows, "md")],
 )
 def test_lint_is_linear(make: Callable[[int], str], form: str) -> None:
-    assert grows(lambda count: lint(parse(make(count), form)), 200) < GROWTH
+    assert grows(lambda count: lint(parse(make(count), form)), 200) < QUADRATIC
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [equal_csv, equal_rows, near_rows, swapped_rows])
 def test_lint_of_eighty_thousand_rows(make: Callable[[int], str]) -> None:
     form = "csv" if make is equal_csv else "md"
-    assert grows(lambda count: lint(parse(make(count), form)), 20_000) < GROWTH
+    assert grows(lambda count: lint(parse(make(count), form)), 20_000) < QUADRATIC
 
 
 def test_readers_are_linear() -> None:
@@ -93,7 +75,7 @@ def test_readers_are_linear() -> None:
         "json": lambda count: codec.parse_json("[" + "{}," * (50 * count) + "{}]"),
     }
     for name, work in tables.items():
-        assert grows(work, 4000) < GROWTH, name
+        assert grows(work, 4000) < QUADRATIC, name
 
 
 def test_sizes_are_refused_before_they_are_parsed(tmp_path: Path) -> None:

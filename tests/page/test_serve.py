@@ -384,15 +384,18 @@ def test_a_process_that_takes_too_much_is_ended(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_change_is_answered_within_a_cpu_second() -> None:
-    """llama-3.1-70b on 512 GPUs; CPU time, since a shared machine's clock says nothing."""
+def test_a_first_look_takes_less_than_the_whole_answer() -> None:
+    """llama-3.1-70b on 512 GPUs; CPU time of one run, the best of three, both in turn."""
     import fourfold
 
-    request = first_look(plan_request({**ASKED, "model": "llama-3.1-70b", "gpus": "512"}))
-    fourfold.plan(request)
-    begun = time.process_time()
-    assert fourfold.plan(request).best
-    assert time.process_time() - begun < 1.0
+    whole = plan_request({**ASKED, "model": "llama-3.1-70b", "gpus": "512"})
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(3):
+        for first in spent:
+            begun = time.process_time()
+            assert fourfold.plan(first_look(whole) if first else whole).best
+            spent[first].append(time.process_time() - begun)
+    assert min(spent[True]) < 0.8 * min(spent[False])
 
 
 @pytest.fixture(scope="module")
