@@ -220,6 +220,7 @@ def flat_engine_files(names: Iterable[str]) -> set[str]:
         "engine/worker.py",
         "engine/compat.py",
         "engine/compat_fsdp.py",
+        "engine/compat_modes.py",
     }
 
 

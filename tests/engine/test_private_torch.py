@@ -1,4 +1,4 @@
-"""Private names of torch stand in two files, which say what they are for: read from the source."""
+"""Private names of torch stand in the files compat*, which say what they are for: read from the source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ENGINE = Path(__file__).parent.parent.parent / "src" / "fourfold" / "engine"
-COMPAT = (ENGINE / "compat.py", ENGINE / "compat_fsdp.py")
+COMPAT = sorted(ENGINE.glob("compat*.py"))
 PATHS = sorted(path for path in ENGINE.rglob("*.py") if path not in COMPAT)
 _NAMEDTUPLES = ("_asdict", "_replace", "_fields")
 

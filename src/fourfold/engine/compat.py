@@ -9,13 +9,12 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -63,6 +62,7 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+@functools.cache
 def op_name(func: Any) -> str:
     """'aten::mm'."""
     return func._schema.name
@@ -125,17 +125,6 @@ def flash_backward(
     return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
     )
-
-
-def fake_mode() -> Any:
-    """Operators on shapes only; real tensors may come in."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def fake_store() -> dist.Store:
@@ -281,20 +270,3 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def around_shape_propagation(around: Callable[[], Any]) -> Iterator[None]:
-    """Inside, `around()` is entered whenever DTensor works out a shape, which it does by running
-    operators on fake tensors of global size."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    name = "_propagate_tensor_meta_non_cached"
-    original = getattr(ShardingPropagator, name)
-
-    def propagate(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return original(*args, **kwargs)
-
-    with patched(ShardingPropagator, name, propagate):
-        yield

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fourfold.engine import compat
+from fourfold.engine import compat, compat_modes
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import count_of, mark_phases, watch
@@ -67,7 +67,7 @@ def _count(spec: RunSpec, rank: int) -> RankCount:
     began = time.perf_counter()
     with fake_world(spec.layout, rank) as world:
         trainer = Trainer(spec, world, device=CPU, materialize=False)
-        with compat.fake_mode(), Ledger() as ledger:
+        with compat_modes.fake_mode(), Ledger() as ledger:
             trainer.materialize(initial=False)
             # The optimizer's state, which a run has from its second step on, without a first step.
             for parameter in trainer.optimizer.params:

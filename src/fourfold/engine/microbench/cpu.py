@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fourfold.engine import compat
+from fourfold.engine import compat, compat_modes
 from fourfold.engine.microbench.device import Rounds, Work, in_rounds
 from fourfold.engine.model.decoder import Layer
 from fourfold.engine.model.positions import make_tables
@@ -188,7 +188,7 @@ def _between_products() -> tuple[Work, int]:
     return work, moved.bytes
 
 
-class Moved(compat.TorchDispatchMode):
+class Moved(compat_modes.TorchDispatchMode):
     """Counts bytes that operators read and write besides products, attention and traffic."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.engine import compat
+from fourfold.engine import compat_modes
 from fourfold.engine.model.layers import Mlp, Parts
 from fourfold.engine.model.router import Router
 from fourfold.engine.model.rows import order_rows, put_rows, scored_swiglu, take_rows
@@ -36,7 +36,7 @@ def on_host(counts: Tensor, total: int) -> list[int]:
 
 def copied_to_host(counts: Tensor, total: int) -> Callable[[], list[int]]:
     """The same as a call that waits: what is launched before it runs meanwhile."""
-    if compat.is_fake(counts):
+    if compat_modes.is_fake(counts):
         size = counts.numel()
         return lambda: [total // size + (i < total % size) for i in range(size)]
     if not counts.is_cuda:

@@ -4,6 +4,7 @@ not see what a kernel allocates inside itself, nor what an allocator rounds up."
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import weakref
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine import compat
+from fourfold.engine import compat, compat_modes
 from fourfold.engine.observe.operators import collective, is_collective, op_flops
 from fourfold.result.one_rank import Large
 
@@ -67,7 +68,13 @@ class MemoryLimitError(MemoryError):
         self.over, self.limit_bytes, self.asked_bytes = over, limit_bytes, asked.size
 
 
-class Ledger(compat.TorchDispatchMode):
+@functools.cache
+def _is_made_of_others(kind: type) -> bool:
+    is_distributed = issubclass(kind, compat.distributed_tensors())
+    return is_distributed or kind.__module__.startswith("torchao.")
+
+
+class Ledger(compat_modes.UncompiledMode):
     """`axes`: group name -> axis. More live bytes than `limit_bytes` raise MemoryLimitError."""
 
     def __init__(
@@ -124,7 +131,7 @@ class Ledger(compat.TorchDispatchMode):
 
     def see(self, tensor: Tensor, op: str = "given") -> None:
         """Count a tensor's storage if it is new; meta tensors have none."""
-        if tensor.device.type == "meta" and not compat.is_fake(tensor):
+        if tensor.device.type == "meta" and not compat_modes.is_fake(tensor):
             return
         storage = tensor.untyped_storage()
         key = compat.storage_key(storage)
@@ -196,13 +203,14 @@ class Ledger(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, compat.distributed_tensors()) for kind in types) or any(
-            kind.__module__.startswith("torchao.") for kind in types
-        ):
-            return NotImplemented  # let it come down to plain local tensors first
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asked at every turn: where a fake tensor is
+            return compat_modes.fake_device(func, args[0]) or func(*args, **kwargs)
+        if types and any(map(_is_made_of_others, types)):
+            return NotImplemented  # let it come down to plain local tensors first
         out = func(*args, **kwargs)
-        if compat.op_name(func) == "_c10d_functional::wait_tensor":
+        op_name = compat.op_name(func)
+        if op_name == "_c10d_functional::wait_tensor":
             out = args[0]  # what was waited for; as a fake tensor it would be counted again
         if self._paused:
             return out
@@ -214,8 +222,7 @@ class Ledger(compat.TorchDispatchMode):
                 key = (self.axes.get(name, name), op)
                 self.traffic[key] += size
                 self.calls[key] += 1
-        op_name = compat.op_name(func)
-        for leaf in compat.tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else compat.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf, op_name)
         return out
@@ -223,7 +230,7 @@ class Ledger(compat.TorchDispatchMode):
     def __enter__(self) -> Ledger:
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(self._watched_resizes())
-        self._patches.enter_context(compat.around_shape_propagation(self._not_counting))
+        self._patches.enter_context(compat_modes.around_shape_propagation(self._not_counting))
         self._patches.enter_context(compat.uncompiled())
         super().__enter__()
         return self

@@ -3,7 +3,8 @@ query-key pair counts, causal or not, as in torch's counter)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,19 +85,36 @@ def is_attention(func: Any) -> bool:
 
 
 def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    if func.namespace != "aten":
-        return 0
-    name = compat.op_name(func).removeprefix("aten::")
-    if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION_FORWARD:
-        query, key, value = args[1], args[2], args[3]
-        return _pairs(query, key) * 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
-    if name in _ATTENTION_FORWARD:
-        query, key, value = args[0], args[1], args[2]
-        return _pairs(query, key) * 2 * (query.shape[-1] + value.shape[-1])
-    if name == "_grouped_mm":  # of experts; every row or column is in one group
-        return 2 * args[0].numel() * args[1].shape[-1]
-    count = flop_registry.get(compat.op_packet(func))
+    count = _formula(func)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+@functools.cache
+def _formula(func: Any) -> Callable[..., int] | None:
+    """FLOPs of an operator's arguments; None: it makes no products."""
+    if func.namespace != "aten":
+        return None
+    name = compat.op_name(func).removeprefix("aten::")
+    if name in _ATTENTION_FORWARD:
+        return _attention
+    if name.removesuffix("_backward") in _ATTENTION_FORWARD:
+        return _attention_backward
+    return _grouped if name == "_grouped_mm" else flop_registry.get(compat.op_packet(func))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return _pairs(query, key) * 2 * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    return _pairs(query, key) * 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _grouped(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
+    """Of experts; every row or column is in one group."""
+    return 2 * x.numel() * weights.shape[-1]
 
 
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fourfold.engine import compat
+from fourfold.engine import compat, compat_modes
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import Tables
@@ -77,7 +77,7 @@ def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
         names = {"dp": "dpxcp"}
         axes = {g: names.get(axis, axis) for g, axis in axes_of(world, spec.model).items()}
         gc.collect()
-        with gpu_kernels(), compat.fake_mode(), StepLedger(axes) as watched:
+        with gpu_kernels(), compat_modes.fake_mode(), StepLedger(axes) as watched:
             ledger = cast(StepLedger, watched)
             x, tables = _inputs(decoder, spec, world, CPU)
             for parameter, name in _weights(decoder):
