@@ -23,7 +23,8 @@ from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.runs import StoredRuns
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096",
-        "--global-batch", "64", "--top", "1", "--format", "json"]  # fmt: skip
+        "--global-batch", "64", "--stack", "megatron", "--top", "1",
+        "--format", "json"]  # fmt: skip
 
 
 def test_one_default_convention() -> None:

@@ -1,4 +1,4 @@
-"""Private names of torch stand in the files compat*, which say what they are for: read from the source."""
+"""Private names of torch stand in files compat*, which say what they are for: read from source."""
 
 from __future__ import annotations
 

@@ -24,10 +24,11 @@ from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 SMALL = PlanRequest(
-    model="llama-3.2-1b", gpu="h100-80gb", gpus=4, seq_len=4096, global_batch=32, top=6
-)
+    model="llama-3.2-1b", gpu="h100-80gb", gpus=4, seq_len=4096, global_batch=32, top=6,
+    stack="megatron",
+)  # fmt: skip
 WORDS = ["plan", "--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--gpus", "2", "--seq-len", "4k",
-         "--global-batch", "8"]  # fmt: skip
+         "--global-batch", "8", "--stack", "megatron"]  # fmt: skip
 
 
 def test_a_front_against_memory_is_that_of_all_points() -> None:
