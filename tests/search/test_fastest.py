@@ -27,6 +27,7 @@ from fourfold.cost.memory.peak import (
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.result.profile import cluster_of
+from fourfold.search import near
 from fourfold.search.bounds import cells_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain
@@ -41,6 +42,8 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.verbs.question import resolved
+from fourfold.verbs.requests import PlanRequest
 from tests.result.test_cpu_profile import host_point, profile
 from tests.sampling import examples
 
@@ -151,6 +154,40 @@ def check(query: PlanQuery) -> None:
     assert ranking.ways == len(ranked["pp"])
     check_fastest(ranking, ranked)
     check_beside(ranking, ranked, few(close, use_all | ~close["unproven"]))
+
+
+@given(questions(64), st.sampled_from([1, 3, 10]))
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
+def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: int) -> None:
+    """Left out before their memory is counted, as of very many points; nothing that is listed is
+    slower for it."""
+    query = replace(query, stack="fourfold", where=())
+    every = rank_layouts(query, least=least, whole=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near, "MANY", 0)
+        found = rank_layouts(query, least=least)
+    count = min(least, len(every))
+    assert every.slower == 0
+    assert (found.step_s[:count] <= every.step_s[:count] * (1.0 + 1e-9)).all()
+    assert (found.fits[:count] >= 1.0 - query.risk).tolist() == (
+        every.fits[:count] >= 1.0 - query.risk
+    ).tolist()
+    # Where none was left out, all that is said is the same.
+    assert found.slower or (found.fitting, found.ways) == (every.fitting, every.ways)
+
+
+@pytest.mark.slow
+def test_of_millions_with_experts_none_that_is_listed_is_missed() -> None:
+    """Of our own engine, whose tensors are counted."""
+    request = PlanRequest(
+        model="qwen3-235b-a22b", gpu="h100-80gb", gpus=256, seq_len=4096, global_batch=1024,
+        stack="fourfold",
+    )  # fmt: skip
+    query, _ = resolved(request)
+    found, every = (rank_layouts(query, whole=one) for one in (False, True))
+    assert found.slower > every.fitting
+    for name in every.points:
+        assert found.points[name][:10].tolist() == every.points[name][:10].tolist(), name
 
 
 def check_beside(ranking: Ranking, ranked: Pool, close: Pool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import floor
 from typing import Any
 
@@ -35,14 +36,13 @@ _NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
 MAX_EVENTS = 12_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Predictions:
     """Of many runs, one element each. `closed_s` is the closed form's answer alone."""
 
+    entry: FittedStack
     columns: Columns
     times: Times
-    low_s: Floats
-    high_s: Floats
     room: Memory
     closed_s: Floats
     played: int  # pipelines that were simulated
@@ -54,14 +54,25 @@ class Predictions:
     def step_s(self) -> Floats:
         return self.times.step_s
 
+    @cached_property
+    def interval_s(self) -> tuple[Floats, Floats]:
+        """(low, high); found when it is asked for, which most of what a search looks at is not."""
+        return bounds(self.columns, self.entry, self.times)
+
+    @property
+    def low_s(self) -> Floats:
+        return self.interval_s[0]
+
+    @property
+    def high_s(self) -> Floats:
+        return self.interval_s[1]
+
     def take(self, index: NDArray[np.intp]) -> Predictions:
         """Those at these places, in that order; `played` stays what it was for all."""
         return replace(
             self,
             columns=self.columns.take(index),
             times=self.times.take(index),
-            low_s=self.low_s[index],
-            high_s=self.high_s[index],
             room=self.room.take(index),
             closed_s=self.closed_s[index],
         )
@@ -84,12 +95,10 @@ def predictions(c: Columns, entry: FittedStack) -> Predictions:
     extra = pipe * (ratio - 1.0) * (1.0 + parts["jitter"] / work)
     parts = parts | {"bubble": parts["bubble"] + extra}
     times = Times(closed.step_s + extra, parts, closed.launch_ratio)
-    low_s, high_s = bounds(c, entry, times)
     return Predictions(
+        entry=entry,
         columns=c,
         times=times,
-        low_s=low_s,
-        high_s=high_s,
         room=memory(c, entry.coefficients),
         closed_s=closed.step_s,
         played=played,

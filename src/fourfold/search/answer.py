@@ -69,17 +69,23 @@ def exposed(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(parts[part] for part in some) for name, some in known.items()}
 
 
+def best_row(ranking: Ranking) -> tuple[PlanRow | None, str]:
+    """(the first choice or None, why there is none): a small part of the answer."""
+    if not len(ranking):
+        return None, _nothing(ranking)
+    return _rows(ranking, whole_training(ranking, top=1), 1)[0], ""
+
+
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
     query, count = ranking.query, min(top, len(ranking))
     train = whole_training(ranking, top=top)
-    first = ranking.predicted.take(np.arange(count))
-    wide = why_wide(first.columns, query.entry, first.times)
-    rows = tuple(_row(ranking, train, i, wide[i]) for i in range(count))
+    rows = _rows(ranking, train, count)
     return PlanAnswer(
         **_asked(query),
         candidates=ranking.grid.looked_at,
         legal=ranking.grid.legal,
+        too_slow=ranking.slower,
         fitting=ranking.fitting,
         dropped_by_where=ranking.dropped,
         set_aside=ranking.set_aside,
@@ -139,6 +145,14 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
         "fit_chance": float(ranking.fits[i]),
         "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
     }
+
+
+def _rows(ranking: Ranking, train: Whole, count: int) -> tuple[PlanRow, ...]:
+    first = ranking.predicted.take(np.arange(count))
+    wide = why_wide(first.columns, ranking.query.entry, first.times)
+    ranking = replace(ranking, predicted=first)
+    train = replace(train, ranking=ranking)
+    return tuple(_row(ranking, train, i, wide[i]) for i in range(count))
 
 
 def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:

@@ -144,7 +144,7 @@ def _rivals(query: PlanQuery, layout: Layout, ranking: Ranking) -> Ranking:
     open_query = replace(
         query, explore=query.explore or unproven, where=query.where if inside else ()
     )
-    return rank_layouts(open_query)
+    return rank_layouts(open_query, whole=True)
 
 
 def _refusals(query: PlanQuery, layout: Layout) -> tuple[Refusal, ...]:

@@ -86,8 +86,7 @@ class WaysTable:
     asked: NDArray[np.bool_]
 
     def columns(self, row: Places, way: Places) -> Columns:
-        """Of these rows in each of these ways."""
-        return self.query.columns(self.points(row[:, None], way[None, :]), is_open=True)
+        return self.query.columns(self.points(row, way), is_open=True)
 
     def points(self, row: Places, way: Places) -> dict[str, Ints]:
         points = {name: column[row] for name, column in self.rows.items()}
@@ -122,6 +121,16 @@ def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
         yield rows
 
 
+def _places(asked: NDArray[np.bool_]) -> tuple[Places, Places]:
+    """(rows, ways) that broadcast to all points asked for: a table of the ways that any row asks
+    for, with points that are not among it, or one by one where those would be most of it."""
+    way = np.flatnonzero(asked.any(axis=0))
+    if 2 * np.count_nonzero(asked) > len(asked) * len(way):
+        return np.arange(len(asked))[:, None], way[None, :]
+    row, way = np.nonzero(asked)
+    return row, way
+
+
 @dataclass(frozen=True, slots=True)
 class _Counted:
     """Tensors one by one, of points that bounds do not settle: `least` in a first backward pass and
@@ -153,10 +162,9 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
     least, most = (tuple(np.full(shape, np.inf) for _ in range(count)) for count in (6, 3))
 
     def fill(some: Places) -> None:
-        row = first[some]
-        way = np.flatnonzero(asked[row].any(axis=0))
-        cross, may_run = np.ix_(some, way), asked[np.ix_(row, way)]
-        c = table.columns(row, way)
+        place, way = _places(asked[first[some]])
+        row, cross = first[some][place], (some[place], way)
+        may_run, c = asked[row, way], table.columns(row, way)
         one, micros, cached = layer_bytes(c), c.micros, around_bytes(c, coef)[1]
         for i, stage in enumerate(stages(c, micros)):
             most[i][cross] = np.where(may_run, most_beside(c, one, stage, micros) * cached, np.inf)
@@ -217,7 +225,7 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
         row = first[some]
         way = np.flatnonzero(asked[row].any(axis=0))
         cross, may_run = np.ix_(some, way), asked[np.ix_(row, way)]
-        c = table.columns(row, way)
+        c = table.columns(row[:, None], way[None, :])
         # One stage is first and last, two have none between.
         exists = (True, c.pp > 2, c.pp > 1)
         for i, (weights, activations, loss) in enumerate(stage_loads(c, coef)):

@@ -216,6 +216,7 @@ class PlanAnswer:
     calibration: CalibrationFacts
     candidates: int
     legal: int
+    too_slow: int  # of these, by a bound: whether they fit was not asked
     fitting: int
     dropped_by_where: int
     set_aside: int

@@ -18,6 +18,7 @@ from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
 from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
+from fourfold.search.near import near_best
 from fourfold.search.query import PlanQuery
 from fourfold.search.space import Bools, Pool, Space, holding, may_fit, space_of, sure, unproven
 from fourfold.spec.layout import Layout
@@ -46,6 +47,7 @@ class Ranking:
     fastest: Pool  # of all that were played, one row or none
     cells: Cells
     ranked: Bools  # of the table's points
+    slower: int = 0  # legal points that are too slow to be listed: not looked at
 
     @property
     def ways(self) -> int:
@@ -104,12 +106,28 @@ class Ranking:
         return replace(self.query.spec, layout=self.layout(i), batch=batch, policy=self.policy(i))
 
 
-def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
+def rank_layouts(query: PlanQuery, *, least: int = 10, whole: bool = False) -> Ranking:
     """Everything legal and fitting; the best priced in full, one way to run each layout, or more
-    where there are fewer layouts than `least`."""
+    where there are fewer layouts than `least`. `whole`: also of very many points every one that is
+    too slow to be listed has its place."""
     grid = candidates(query)
     bar = Bar(query.on_event, f"searching {grid.legal:,} configurations")
-    space, fits, pool = _fitting(query, grid, bar)
+    near = None if whole else near_best(query, grid)
+    if near is not None:
+        space = space_of(query, near.grid, bar, asked=near.asked)
+        found = _ranking(query, grid, (space, space.likely, space.likely), bar, least)
+        sure_fits = found.fits >= sure_line(found.fits, query.risk)
+        quick = np.maximum(found.closed_s, found.step_s) <= near.limit_s
+        known = only(found.points, sure_fits & quick)
+        if len(np.unique(layout_numbers(known))) >= least:
+            return _runnable_first(replace(found, slower=grid.legal - int(near.asked.sum())))
+    return _runnable_first(_ranking(query, grid, _fitting(query, grid, bar), bar, least))
+
+
+def _ranking(
+    query: PlanQuery, grid: Candidates, found: tuple[Space, Bools, Bools], bar: Bar, least: int
+) -> Ranking:
+    space, fits, pool = found
     fitting, left = int(fits.sum()), int(pool.sum())
     bar(0.85)
     cells = cells_of(space, pool | space.close)
@@ -126,7 +144,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
         # What was never measured is still better than what may not fit.
         use_all, ranked, set_aside, aside = True, pool, 0, {}
         shown = listed(cells, ranked, new, least)
-    found = Ranking(
+    return Ranking(
         query=query,
         grid=grid,
         points=shown.points,
@@ -141,7 +159,6 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
         cells=cells,
         ranked=ranked,
     )
-    return _runnable_first(found)
 
 
 def _runnable_first(ranking: Ranking) -> Ranking:

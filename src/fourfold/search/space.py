@@ -74,17 +74,28 @@ class Space:
         return self.priced(index, lambda c: memory(c, coefficients).worst_bytes)
 
 
-def space_of(query: PlanQuery, grid: Candidates, bar: Bar, *, every: bool = False) -> Space:
-    """Rows with points that fit or are close to it, or every row."""
-    kinds = len(grid.kinds)
-    ways = {
-        "micro_batch": np.repeat(grid.micros, kinds),
+def ways_of(grid: Candidates) -> dict[str, Ints]:
+    return {
+        "micro_batch": np.repeat(grid.micros, len(grid.kinds)),
         "recompute": np.tile(grid.kinds, len(grid.micros)),
     }
+
+
+def space_of(
+    query: PlanQuery,
+    grid: Candidates,
+    bar: Bar,
+    *,
+    every: bool = False,
+    asked: Bools | None = None,
+) -> Space:
+    """Rows with points that fit or are close to it, or every row. `asked`: [layouts, ways] points
+    that are looked at, equal for what shares its pipeline; else all that are legal."""
+    kinds, ways = len(grid.kinds), ways_of(grid)
     first, back = _alike_in_memory(query, grid.layouts)
     few = {name: column[first] for name, column in grid.layouts.items()}
     # Which micro batches are legal does not depend on how context parallelism attends.
-    legal = np.repeat(grid.legal_micros[first], kinds, axis=1)
+    legal = np.repeat(grid.legal_micros[first], kinds, axis=1) if asked is None else asked[first]
     likely, roomy, close = _fitting(WaysTable(query, few, ways, legal), bar)
     some = np.logical_or.reduce(likely | close, axis=1) | every
     used = np.flatnonzero(some[back])

@@ -31,9 +31,10 @@ def searched(plan: PlanAnswer) -> Iterable[str]:
     axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items())
     refused = ", ".join(f"{name} {count:,}" for name, count in plan.refused.items())
     yield f"searched {plan.candidates:,} points: {axes}"
+    slow = f"{plan.too_slow:,} are too slow to be listed and " if plan.too_slow else ""
     yield (
-        f"rejected: {refused or 'none'}; legal: {plan.legal:,}, of which "
-        f"{plan.legal - plan.fitting:,} do not fit"
+        f"rejected: {refused or 'none'}; legal: {plan.legal:,}, of which {slow}"
+        f"{plan.legal - plan.too_slow - plan.fitting:,} do not fit"
     )
     if plan.dropped_by_where:
         yield f"excluded by --where: {plan.dropped_by_where:,}"

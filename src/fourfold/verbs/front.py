@@ -86,7 +86,8 @@ def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore)
     while something fits."""
     if against == "memory":
         query, counts = resolved(request, on_event)
-        ranking = memory_front(rank_layouts(replace(query, gpus=counts[0])), request.top)
+        ranking = rank_layouts(replace(query, gpus=counts[0]), whole=True)
+        ranking = memory_front(ranking, request.top)
         found = answer(ranking, top=request.top)
         points = tuple(FrontPoint(gpus=found.gpus, row=row) for row in found.ranked)
         return Front(against=against, asked=found, points=points)

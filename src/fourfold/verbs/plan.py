@@ -21,7 +21,7 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.search.answer import answer
+from fourfold.search.answer import answer, best_row
 from fourfold.search.compare import best_of
 from fourfold.search.explain import Explanation, Smallest, explain_ranking, timeline, ways_to_run
 from fourfold.search.legal import Refusal
@@ -152,10 +152,9 @@ def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tupl
             if query.stack == first.stack and query.release:
                 found.append(EngineBest(engine=engine, stack=first.stack, row=first.best))
                 continue
-            one = answer(rank_layouts(replace(query, gpus=first.gpus), least=1), top=1)
-            found.append(
-                EngineBest(engine=engine, stack=one.stack, row=one.best, reason=one.reason)
-            )
+            ranking = rank_layouts(replace(query, gpus=first.gpus), least=1)
+            row, why = best_row(ranking)
+            found.append(EngineBest(engine=engine, stack=query.stack, row=row, reason=why))
         except UserError as error:
             found.append(EngineBest(engine=engine, reason=str(error)))
 
