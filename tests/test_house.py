@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -21,11 +22,17 @@ from tests.sources import tree_of
 
 SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 FILES = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
-TREES = {name: tree_of(SOURCE / name) for name in FILES}
+
 CONTRIBUTING = (SOURCE.parent.parent / "CONTRIBUTING.md").read_text()
 MAX_FILE, MAX_FUNCTION = map(
     int, re.search(r"Files stay under (\d+) lines, functions under (\d+)", CONTRIBUTING).groups()
 )
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: tree_of(SOURCE / name) for name in FILES}
+
 
 # Closed set -> its home and its words. A word that other things are called too ("auto", "model") is
 # left out: it would prove nothing.
@@ -225,35 +232,35 @@ def flat_engine_files(names: Iterable[str]) -> set[str]:
 
 
 def test_each_closed_set_of_words_has_one_home() -> None:
-    spelled = copies(TREES)
+    spelled = copies(trees())
     assert not [where for place, where in spelled.items() if place not in HONEST]
     assert not {*HONEST} - {*spelled}, "named as honest in vain"
     for kind, (home, members) in HOMES.items():
-        texts = {text for _, listed, _ in lists_of_words(TREES[home]) for text in listed}
-        texts |= {n.value for n in ast.walk(TREES[home]) if isinstance(n, ast.Constant)}
+        texts = {text for _, listed, _ in lists_of_words(trees()[home]) for text in listed}
+        texts |= {n.value for n in ast.walk(trees()[home]) if isinstance(n, ast.Constant)}
         assert members <= texts, f"{home} is no home of {kind}"
 
 
 def test_no_file_imports_itself_in_a_circle() -> None:
-    assert not circles(TREES)
+    assert not circles(trees())
 
 
 def test_only_commands_know_argparse() -> None:
-    assert not with_argparse(TREES)
+    assert not with_argparse(trees())
 
 
 def test_files_and_functions_are_short() -> None:
     assert not long_files(FILES)
-    assert not long_functions(TREES)
+    assert not long_functions(trees())
 
 
 def test_no_two_classes_share_a_name() -> None:
-    assert not same_names(TREES)
+    assert not same_names(trees())
 
 
 def test_every_file_of_commands_is_a_command() -> None:
-    assert not no_commands(TREES)
-    assert not command_imports(TREES)
+    assert not no_commands(trees())
+    assert not command_imports(trees())
 
 
 def test_the_engine_is_sorted_into_folders() -> None:
@@ -261,7 +268,7 @@ def test_the_engine_is_sorted_into_folders() -> None:
 
 
 def test_every_module_says_what_it_holds() -> None:
-    assert not questions(TREES)
+    assert not questions(trees())
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.engine import compat
 from fourfold.engine.compat_fsdp import fsdp_parameters
+from fourfold.engine.compat_modes import UncompiledMode
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
 from fourfold.engine.parallel.groups import World
@@ -97,7 +97,7 @@ def scaler() -> dict[str, Any]:
     }
 
 
-class Sent(TorchDispatchMode):
+class Sent(UncompiledMode):
     """Formats of gradients in collectives by operator; the two numbers of a step are too small."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ def ramp() -> dict[str, Any]:
     return found
 
 
-class Eights(TorchDispatchMode):
+class Eights(UncompiledMode):
     """Casts to formats of 8 bits, wherever they happen."""
 
     def __init__(self) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.sources import tree_of
 
 ENGINE = Path(__file__).parent.parent.parent / "src" / "fourfold" / "engine"
 COMPAT = sorted(ENGINE.glob("compat*.py"))
@@ -73,12 +76,14 @@ def private_uses(text: str, own: frozenset[str] = frozenset()) -> Iterator[str]:
                 yield f"line {node.lineno}: {name!r}"
 
 
-OWN = frozenset().union(*(own_names(ast.parse(path.read_text())) for path in PATHS))
+@cache
+def names_of_the_engine() -> frozenset[str]:
+    return frozenset().union(*(own_names(tree_of(path)) for path in PATHS))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ENGINE)))
 def test_private_names_of_torch_stand_in_compat(path: Path) -> None:
-    assert not list(private_uses(path.read_text(encoding="utf-8"), OWN))
+    assert not list(private_uses(path.read_text(encoding="utf-8"), names_of_the_engine()))
 
 
 @pytest.mark.parametrize(

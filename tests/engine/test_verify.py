@@ -27,9 +27,10 @@ def verify(*words: str, rc: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
-def test_a_sample_of_four_ranks_equals_one_process():
-    report = verify("--world", "4", "--sample", "9", "--seed", "3")
-    assert report["passed"] == report["total"] == 9
+@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_sample_of_four_ranks_equals_one_process(count):
+    report = verify("--world", "4", "--sample", str(count), "--seed", "3")
+    assert report["passed"] == report["total"] == count
     for row in report["layouts"]:
         assert row["loss_diff"] <= 1e-5
         assert row["grad_rel"] <= 1e-4
@@ -87,11 +88,12 @@ def test_padding_reaches_no_router():
     assert routing["dropped"] > 0  # this one drops what is above an expert's share
 
 
-def test_micro_batches_need_not_divide_anything():
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_micro_batches_need_not_divide_anything(count):
     # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
     words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")
-    report = verify(*words, "--precision", "fp64", "--sample", "5")
-    assert report["passed"] == report["total"] == 5
+    report = verify(*words, "--precision", "fp64", "--sample", str(count))
+    assert report["passed"] == report["total"] == count
     assert set(report["limits"].values()) == {1e-9}
     assert report["micro_batches"] == "dp 0: 3, 1; dp 1: 3 and 1 of padding"
 
@@ -113,11 +115,20 @@ def test_uneven_batches_under_three_axes_in_fp64(layout, sizes):
         assert max(row[gap] for row in report["layouts"]) <= 1e-9
 
 
-def test_fp64_agrees_far_beyond_fp32():
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_fp64_agrees_far_beyond_fp32(count):
     report = verify("--layout", "cp2 tp2", "--family", "llama", "--precision", "fp64",
-                    "--set", "policy.sharding=zero3", "--sample", "3")  # fmt: skip
-    assert report["passed"] == report["total"] == 3
+                    "--set", "policy.sharding=zero3", "--sample", str(count))  # fmt: skip
+    assert report["passed"] == report["total"] == count
     assert max(row["grad_rel"] for row in report["layouts"]) < 1e-12
+
+
+# One of each axis, and two of experts; the others are for --all.
+OFTEN = ("loss-divisor", "tied-grad", "cp-positions", "kv-head", "expert-scale", "idle-decay")
+
+
+def rarely(faults):
+    return [pytest.param(f, marks=[] if f in OFTEN else pytest.mark.slow) for f in faults]
 
 
 # fault -> (layout and family where it acts, where it can't)
@@ -133,7 +144,7 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ACTS)
+@pytest.mark.parametrize("fault", rarely(ACTS))
 def test_a_planted_fault_is_seen_where_it_acts(fault):
     (layout, family), _ = ACTS[fault]
     words = ("--layout", layout, "--family", family, "--set", "policy.sequence_parallel=true")
@@ -173,11 +184,6 @@ EXPERT_FAULTS = {
     "bias-twice": ("dp2 ep2", "deepseek", "zero1", "the routers' bias moved 2 times as far"),
     "idle-decay": ("dp2 ep2", "deepseek", "zero1", "only experts without tokens off"),
 }
-OFTEN = ("expert-scale", "expert-norm", "idle-decay")
-
-
-def rarely(faults):
-    return [pytest.param(f, marks=[] if f in OFTEN else pytest.mark.slow) for f in faults]
 
 
 @pytest.mark.parametrize("fault", rarely(EXPERT_FAULTS))

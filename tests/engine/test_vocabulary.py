@@ -31,8 +31,11 @@ def recorder(shapes: set[tuple[int, ...]]) -> type[Ledger]:
     return Recorder
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "sequence_parallel"),
+    [(True, True), (False, False)]
+    + [pytest.param(*one, marks=pytest.mark.slow) for one in ((True, False), (False, True))],
+)
 def test_no_rank_holds_the_whole_vocabulary(monkeypatch, tied, sequence_parallel):
     model = replace(
         shape("llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=_VOCAB), tied=tied
