@@ -18,7 +18,7 @@ from fourfold.result.report import OUTCOMES
 from fourfold.spec import words
 from fourfold.spec.layout import AXES
 from fourfold.tables.styles import MPT, TOPOLOGY
-from tests.sources import tree_of
+from tests.sources import tree_of, walked
 
 SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 FILES = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
@@ -87,7 +87,7 @@ HONEST = {
 def lists_of_words(tree: ast.AST) -> Iterator[tuple[int, list[str], bool]]:
     """(line, words, is a list) of everything that names several: tuples, lists, sets, Literals and
     chains of comparisons; and keys of dicts, which say what each word means to the module."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             yield node.lineno, _texts(node.elts), True
         elif isinstance(node, ast.Dict):
@@ -118,7 +118,7 @@ def copies(trees: Mapping[str, ast.AST]) -> dict[tuple[str, str], str]:
 def imports(tree: ast.AST, known: Iterable[str]) -> set[str]:
     """Files of the package that a module imports, late imports and those for types counted."""
     names = set()
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -149,7 +149,7 @@ def circles(trees: Mapping[str, ast.AST]) -> list[list[str]]:
 def long_functions(trees: Mapping[str, ast.AST]) -> dict[str, int]:
     lengths = {}
     for name, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 key = f"{name}:{node.name}"  # methods of several classes share it
@@ -167,7 +167,7 @@ def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
     named = {
         name
         for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if (isinstance(node, ast.Import) and any(a.name == "argparse" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
     }
@@ -179,7 +179,7 @@ def same_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     count too."""
     places: dict[str, list[str]] = {}
     for name, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name)
     return {key: files for key, files in places.items() if len(files) > 1}
@@ -237,7 +237,7 @@ def test_each_closed_set_of_words_has_one_home() -> None:
     assert not {*HONEST} - {*spelled}, "named as honest in vain"
     for kind, (home, members) in HOMES.items():
         texts = {text for _, listed, _ in lists_of_words(trees()[home]) for text in listed}
-        texts |= {n.value for n in ast.walk(trees()[home]) if isinstance(n, ast.Constant)}
+        texts |= {n.value for n in walked(trees()[home]) if isinstance(n, ast.Constant)}
         assert members <= texts, f"{home} is no home of {kind}"
 
 

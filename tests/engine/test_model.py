@@ -8,11 +8,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fourfold.cost.count.params import model_params, stage_layers, tensors
-from fourfold.engine.model.decoder import IGNORE, Decoder
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.run import columns_of
+from fourfold.engine.model.decoder import IGNORE, Decoder, Layer
 from fourfold.engine.model.positions import alibi_slope, make_tables
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, published, shards_of
-from fourfold.spec.catalog import model, model_names, shape
+from fourfold.search.query import usual_cluster
+from fourfold.spec import codec
+from fourfold.spec.catalog import device, model, model_names, shape
 from fourfold.spec.model import ModelShape
+from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import not_run
 
 SEQ_LEN = 64
@@ -245,3 +250,15 @@ def _same_logits(ours: Decoder, theirs: torch.nn.Module, model_shape: ModelShape
     with torch.no_grad():
         expected = theirs(tokens).logits
     torch.testing.assert_close(logits(ours, model_shape, tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_operations_of_the_cost_model_have_the_names_of_the_layers_modules():
+    modules = {name for name, _ in Layer(model("llama-tiny"), 0, fused=True).named_modules()}
+    batch = {"seq_len": 8192, "micro_batch": 2, "global_batch": 544}
+    asked = {"model": "llama-3.1-8b", "gpus": 64, "layout": "dp32 tp2", "batch": batch}
+    cluster = usual_cluster(device("h100-80gb"), 64)
+    c = columns_of([codec.load(RunSpec, asked)], cluster=cluster, stack="megatron-lm-2025")
+    operations = list(decoder_layer(c, c.micro))
+    named = {op.name.partition(",")[0] for op in operations if op.kind == "product"}
+    assert named == {name for name in modules if name.count(".") == 1} & named
+    assert {"attention_norm", "mlp_norm"} <= {op.name for op in operations} & modules
