@@ -276,6 +276,44 @@ def test_how_an_exchange_hides_is_its_engines_habit(tmp_path: Path) -> None:
     assert in_flight(c, c.micros).first.tolist() == [5.0, 5.0, 4.0]
 
 
+def test_shared_experts_hide_as_much_of_an_exchange_as_they_take() -> None:
+    kind = {"dispatcher": "alltoall", "overlap_kind": "shared-expert"}
+    alone = run("deepseek-v3", "dp64 ep64", 64, **kind)
+    beside = replace(alone, hides_exchange=np.ones(1))
+    shared = (beside, *(replace(beside, shared_ffn=np.full(1, ffn)) for ffn in (0.0, 2e5)))
+    sent, half, none, wide = (
+        float(estimate(c, defaults()).parts["ep_comm"][0]) for c in (alone, *shared)
+    )
+    assert 0.5 * sent < half < sent == none
+    assert wide == 0.0
+
+
+def test_a_recipe_that_names_no_dispatcher_has_its_engines(tmp_path: Path) -> None:
+    """HybridEP in racks; and where experts drop tokens the host waits for no counts."""
+    unsaid = ROW | {"dispatcher": "", "cuda_graph": "", "act_ckpt": ""}
+    host = unsaid | {"hardware": "b200", "cluster": "nvidia-b200"}
+    c = parsed(tmp_path, unsaid, host, host | {"routing": "drop"}).columns
+    kinds = [DISPATCHERS[int(one)] for one in c.dispatcher]
+    assert kinds == ["hybridep", "alltoall", "alltoall"]
+    seconds = host_layer_s(c, defaults())
+    assert seconds[0] < seconds[2] < 0.6 * seconds[1]
+
+
+def test_scales_of_few_bits_are_read_from_notes_and_priced(tmp_path: Path) -> None:
+    """By block, products are slower on Hopper and faster on Blackwell; casts move more."""
+    notes = ("", "recipe mxfp8", "recipe blockwise", "recipe delayed")
+    machines = ({"hardware": "h100-80gb", "cluster": "nvidia-h100"}, {})
+    rows = [ROW | machine | {"note": note} for machine in machines for note in notes]
+    c = parsed(tmp_path, *rows).columns
+    assert c.cast_bytes.tolist() == [4.0, 6.0, 6.0, 2.0] * 2
+    assert c.scaled_rate.tolist() == [1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.1, 1.0]
+    products = estimate(c, defaults()).parts["gemm"]
+    assert products[2] > products[0]
+    assert products[6] < products[4]
+    policy = run("deepseek-v3", "dp64 ep64", 64, gpu="b200", precision="fp8", scaling="block")
+    assert (policy.cast_bytes[0], policy.scaled_rate[0]) == (6.0, 1.1)
+
+
 def test_what_an_engine_keeps_is_its_habit(tmp_path: Path) -> None:
     """Scores in Transformer Engine's unfused attention, moments of some recipes, micro batches
     under which an exchange hides, and a compiled loss."""

@@ -151,6 +151,7 @@ def test_gpt_neox_says_behind_each_value_where_it_is_from(tmp_path: Path) -> Non
     [
         ("glu_activation", "swiglu", "family", "llama"),
         ("fp8_hybrid", "True", "precision", "fp8"),
+        ("fp8", "hybrid\n  fp8_recipe ............ mxfp8", "note", "recipe mxfp8; real tokens"),
         ("attention_head_type", "multiquery", "n_kv_heads", "1"),
         ("num_attention_heads_kv", "8", "n_kv_heads", "8"),
         ("use_torch_fsdp2", "True", "sharding", "zero3"),
@@ -477,6 +478,7 @@ def test_torchtitan_03_names_its_policy_and_counts_its_parameters(
     known = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "dp", "tp")
     assert [found[n] for n in known] == ["32", "4096", "32", "8", "14336", "128256", "0", "8", "2"]
     assert (found["act_ckpt"], found["precision"]) == (recompute, precision)
+    assert ("recipe rowwise" in found["note"]) == (precision == "fp8")
     assert float(found["step_s"]) == pytest.approx(32 * 8192 / 5890 / 16)
     lacks = {"precision": precision, "act_ckpt": recompute}
     assert found.missing == tuple(name for name, value in lacks.items() if not value)

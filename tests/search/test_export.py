@@ -391,6 +391,21 @@ def test_torchtitans_selective_recompute_is_written_as_its_own() -> None:
     assert "--activation_checkpoint.selective_ac_option\nop\n" in words
 
 
+def test_scales_of_fp8_are_each_engines_own() -> None:
+    recipes = {"auto": "tensorwise", "delayed": "delayed", "block": "blockwise", "mx": "mxfp8"}
+    for scaling, recipe in recipes.items():
+        one = replace(setup(precision="fp8", scaling=scaling), device="b200")
+        assert flags_of(one)["--fp8-recipe"] == [recipe]
+    bridge = export.write_folder("megatron-bridge", one)["pretrain.py"]
+    assert "bf16_with_mxfp8_mixed" in bridge
+    rows = setup(sharding="zero3", precision="fp8", scaling="row")
+    words = export.write("torchtitan-0.2", rows)
+    assert "float8.recipe_name\nrowwise\n" in words
+    assert "enable_fsdp_float8_all_gather" not in words
+    with pytest.raises(UserError, match=r"policy.scaling=block is not supported by torchtitan"):
+        export.write("torchtitan", setup(sharding="zero3", precision="fp8", scaling="block"))
+
+
 @pytest.mark.parametrize(("held", "narrow"), [("fp32", False), ("bf16", True), (None, True)])
 def test_megatron_sums_gradients_as_stated_or_as_the_recipe(held: str | None, narrow: bool) -> None:
     words = export.write("megatron", setup(grad_dtype=held, reduce_dtype=held)).splitlines()

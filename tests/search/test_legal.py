@@ -61,6 +61,21 @@ CASES = [
         {"precision": "fp8", "device": catalog.device("h100-80gb")},
     ),
     (
+        "scaling",
+        {
+            "precision": "fp8",
+            "scaling": "mx",
+            "stack": "megatron",
+            "device": catalog.device("h200"),
+        },
+        {
+            "precision": "fp8",
+            "scaling": "mx",
+            "stack": "megatron",
+            "device": catalog.device("b200"),
+        },
+    ),
+    (
         "axis",
         {"layout": "tp2", "stack": "llm-foundry"},
         {"layout": "dp2", "stack": "llm-foundry", "sharding": "zero3"},

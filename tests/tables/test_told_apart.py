@@ -27,6 +27,7 @@ OTHERS: dict[str, Any] = {
     "sequence_parallel": False, "cp_kind": "ulysses", "schedule": "gpipe", "virtual_stages": 2,
     "recompute": "full", "attention": "flash", "dispatcher": "allgather",
     "routing": "forced", "imbalance": 0.5, "overlap_exchange": True,
+    "overlap_kind": "shared-expert", "scaling": "block",
     "optimizer": "adamw-plain", "compile": True,
     "cuda_graph": True, "async_tp": True, "prefetch": 2, "overlap_grad_reduce": False,
     "overlap_param_gather": False, "fused_projections": False, "loss_chunks": 4, "loss": "lean",

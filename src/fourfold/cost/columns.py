@@ -85,8 +85,8 @@ class Columns:
     fused_norm: Annotated[Floats, 1]
     fused_host: Annotated[Floats, 0]  # 1: compiled, fewer launches and passes; 2: graphed, none
     precision: Annotated[Floats, DTYPES.index("bf16")]  # of the products: index in DTYPES
-    block_scale: Annotated[Floats, 0]  # scales of fp8/fp4 per block, not per tensor
-    row_scale: Annotated[Floats, 0]  # scales of fp8 per row: other kernels, slower on Hopper
+    cast_bytes: Annotated[Floats, 4]  # moved for a value that is cast to fp8 or fp4
+    scaled_rate: Annotated[Floats, 1]  # of such products, against one scale a tensor
     cp_kind: Annotated[Floats, CP_KINDS.index("ring")]
     schedule: Annotated[Floats, SCHEDULES.index("1f1b")]
     grad_bytes: Annotated[Floats, 4]  # bytes of one gradient element on the wire

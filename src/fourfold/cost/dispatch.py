@@ -43,10 +43,12 @@ DISPATCHERS: tuple[str, ...] = tuple(KINDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapKind:
-    """How an exchange hides: data/overlaps.toml. `paid` 0: as fitted."""
+    """How an exchange hides: data/overlaps.toml. `paid` 0: as fitted; `shared`: under the layer's
+    shared experts."""
 
     chunks: float
     paid: float = 0.0
+    shared: bool = False
 
 
 OVERLAPS: dict[str, OverlapKind] = {

@@ -12,6 +12,7 @@ from fourfold.cost import experts
 from fourfold.cost.columns import DEFAULTS, OPTIMIZERS, Columns, columns
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
+from fourfold.cost.scaling import scaling_facts
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.pipeline import BY_COST
 from fourfold.spec.catalog import generation_of
@@ -113,7 +114,7 @@ _RUNNING = np.array(
 )
 
 
-def stack_facts(usual: StackDefaults) -> dict[str, float]:
+def stack_facts(usual: StackDefaults, overlap: str = "auto") -> dict[str, float]:
     """What an engine does whatever a spec says."""
     return {
         "fsdp2": float(usual.counted),
@@ -123,7 +124,7 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
         "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
         "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
-        "overlap": float(list(OVERLAPS).index(usual.overlap)),
+        "overlap": float(list(OVERLAPS).index(usual.overlap if overlap == "auto" else overlap)),
     }
 
 
@@ -157,7 +158,7 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
     """Kernels and overlap of a policy under a stack: what no search varies."""
     usual, is_ours = stack_defaults(stack), stack == "fourfold"
     kind = priced_attention(policy, stack, device)
-    return stack_facts(usual) | {
+    return stack_facts(usual, policy.overlap_kind) | {
         "sp": float(policy.sequence_parallel),
         "attention": PRICED_ATTENTION.index(kind),
         "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
@@ -175,7 +176,7 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
     }
 
 
-def format_facts(policy: Policy, stack: str) -> dict[str, float]:
+def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
     usual, dtypes = stack_defaults(stack), policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
@@ -190,7 +191,7 @@ def format_facts(policy: Policy, stack: str) -> dict[str, float]:
     moments = count * DTYPE_BYTES[dtypes.optimizer]
     return {
         "precision": DTYPES.index(precision),
-        "block_scale": float(precision == "fp4"),
+        **scaling_facts(policy.scaling_kind, generation),
         "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
         "acc_bytes": min(held, 2.0) if policy.precision == "bf16-pure" else held,
         "opt_bytes": master + moments,
@@ -218,7 +219,7 @@ def run_facts(
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack, cluster.device),
-        **format_facts(spec.policy, stack),
+        **format_facts(spec.policy, stack, generation_of(cluster.device)),
         # Where a release cuts stages otherwise than the measured engine.
         **({"balanced": 2.0} if release and RELEASES[release].stage_rule == "passing" else {}),
         "seq": spec.batch.seq_len,

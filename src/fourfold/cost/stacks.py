@@ -53,6 +53,7 @@ class EngineRules:
     loops_zero_bubble: bool = False  # zero-bubble needs virtual stages
     compiles_zero_bubble: bool = True
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
+    scalings: tuple[str, ...] = ("tensor", "delayed", "block", "mx", "row")  # of products in fp8
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
     dispatchers: tuple[str, ...] = DISPATCHERS
     not_with_experts: tuple[str, ...] = ()  # precisions and kinds of recompute
@@ -99,6 +100,7 @@ class StackDefaults:
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
     reports_last: bool = False  # ... or the last rank's
     dispatcher: str = "alltoall"  # of experts on other ranks, where a policy leaves it open
+    host_dispatcher: str = ""  # ... where runs were published whose NVLink domains are hosts
     overlap: str = "combined-1f1b"  # how it hides their exchange, where it does
     tests_vocab: int = 0  # of the tests that an engine publishes, where they do not say
     graphs_experts: bool = False  # parts of layers with experts are CUDA graphs

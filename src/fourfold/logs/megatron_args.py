@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fourfold.cost.scaling import CALLED
 from fourfold.logs.experts import megatron_experts
 from fourfold.logs.nested import Flat, bracketed, is_none, whole, words_of, yes
 from fourfold.spec.words import RECOMPUTE
@@ -77,6 +78,7 @@ def facts_of(args: Flat) -> Flat:
         "sharding": _sharding(args),
         "sequence_parallel": str(int(split)),
         "precision": _precision(args),
+        "note": _scaling(args),
         "act_ckpt": _recompute(args),
         "attention": _attention(args),
         "steps_of": words_of(args),
@@ -118,6 +120,12 @@ def _precision(args: Flat) -> str:
     if args.get("precision") in ("16", "16-mixed", "fp16"):
         return "fp16"
     return "fp16" if yes(args.get("fp16")) else "fp32"
+
+
+def _scaling(args: Flat) -> str:
+    """Of products in fp8, as notes of the reference schema say it."""
+    recipe = args.get("fp8_recipe", "")
+    return f"recipe {recipe}" if _precision(args) == "fp8" and recipe in CALLED else ""
 
 
 def _recompute(args: Flat) -> str:

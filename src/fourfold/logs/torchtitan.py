@@ -51,8 +51,9 @@ _APPLIED = (
     ("Applied DDP", {"sharding": "zero0"}),
     # Outweighs the type of what is not quantised, which 0.3 prints later.
     ("Float8 training active", {"_products": "fp8"}),
-    ("MXFP8 training active", {"_products": "fp8"}),
-    ("Linear layers to MXFP8Linear", {"_products": "fp8"}),
+    ("Float8 training active with recipe rowwise", {"_scaling": "recipe rowwise"}),
+    ("MXFP8 training active", {"_products": "fp8", "_scaling": "recipe mxfp8"}),
+    ("Linear layers to MXFP8Linear", {"_products": "fp8", "_scaling": "recipe mxfp8"}),
     ("Linear layers to NVFP4Linear", {"_products": "fp4"}),
 )
 
@@ -233,7 +234,7 @@ def facts_of(facts: Flat) -> Flat:
     if facts.get("_mesh"):  # the configuration may say -1, for what is left
         size = {axis: whole(facts.get(f"_mesh_{axis}")) or 1 for axis in axes}
     copies, shard = size["dp_replicate"], size["dp_shard"]
-    notes = [_COMPILED.get(facts.get("_compile", ""), "")]
+    notes = [_COMPILED.get(facts.get("_compile", ""), ""), facts.get("_scaling", "")]
     for axis in ("pp", "cp", "tp"):
         facts[axis] = str(size[axis] or "")
     if copies and shard and shard > 0:

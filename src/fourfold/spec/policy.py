@@ -56,6 +56,12 @@ class Policy:
     reduce_dtype: words.Dtype | None = None
     grad_dtype: words.Dtype | None = None
     optimizer_dtype: words.Dtype | None = None
+    scaling: words.Scaling = flag(
+        "scales of products in fp8: tensor, delayed, block, mx or row",
+        "X",
+        rare=True,
+        default="auto",
+    )
     sharding: words.Sharding = flag(
         "zero0 to zero3, or ddp (zero0), fsdp (zero3), hsdp (with --dp 2x4)", "X", default="zero1"
     )
@@ -95,6 +101,7 @@ class Policy:
         default=None,
     )
     overlap_exchange: bool = False
+    overlap_kind: words.OverlapKind = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False
     cuda_graph: bool = False
@@ -125,6 +132,12 @@ class Policy:
         chosen = (getattr(self, f"{name}_dtype") for name in names)
         pairs = zip(chosen, words.BUNDLES[self.precision], strict=True)
         return Dtypes(*(own or usual for own, usual in pairs))
+
+    @property
+    def scaling_kind(self) -> str:
+        """Of data/scalings.toml: as asked for, or one scale a tensor; fp4 has its own."""
+        usual = "tensor" if self.scaling == "auto" else self.scaling
+        return "nv" if self.dtypes.compute == "fp4" else usual
 
     @property
     def precision_name(self) -> str:

@@ -67,6 +67,10 @@ RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE, *MOE_RECOMPUTE)
 # How tokens reach experts of other ranks. auto: local where all experts are at hand, else alltoall.
 # The last three are libraries whose kernels send a token once to each node, which are priced only.
 Dispatcher = Literal["auto", "local", "alltoall", "allgather", "deepep", "hybridep", "ncclep"]
+# What an exchange hides under, data/overlaps.toml; auto: the engine's habit.
+OverlapKind = Literal["auto", "combined-1f1b", "dualpipe", "two-batch", "shared-expert"]
+# Scales of products in fp8: auto is one a tensor; data/scalings.toml.
+Scaling = Literal["auto", "tensor", "delayed", "block", "mx", "row"]
 # forced: every token goes to the next experts in turn, so that all have as many.
 Routing = Literal["natural", "forced"]
 

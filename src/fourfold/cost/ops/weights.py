@@ -16,8 +16,8 @@ _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
 
 
 def casts(c: Columns, s: Sizes) -> Iterator[Op]:
-    """Operands of products in fp8 or fp4: read, written with their transpose; scales per block need
-    a second look. Counted: each is read for its largest value, read again and written, inputs and
+    """Operands of products in fp8 or fp4: read, written with their transpose, by the kind of their
+    scales. Counted: each is read for its largest value, read again and written, inputs and
     weights once more in the backward pass."""
     low = np.where((c.precision == _FP8) | (c.precision == _FP4), 1.0, 0.0)
     if not low.any():
@@ -26,7 +26,7 @@ def casts(c: Columns, s: Sizes) -> Iterator[Op]:
     if np.any(c.experts > 0):
         inner = s.tokens * (s.between + s.width + c.shared_ffn / c.tp) + expert_casts(c, s)
         values = s.dense * values + c.routed * inner
-    usual = values * low * (4.0 + 2.0 * c.block_scale)
+    usual = values * low * c.cast_bytes
     ins = s.tokens * (2.0 * c.hidden + s.width + s.ffn)
     outs = s.tokens * (s.qkv + 2.0 * c.hidden + s.wide)
     fp8, ours = np.where(c.precision == _FP8, 1.0, 0.0), c.our_kernels > 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import decoder_layer
@@ -50,13 +51,19 @@ def part_of(op: Op) -> str:
 
 
 def sums(ops: Iterable[Op], rates: Rates) -> dict[str, Floats]:
-    """Seconds by part, and of what is computed again, if nothing ran beside anything else."""
+    """Seconds by part, and of what is computed again, if nothing ran beside anything else but
+    shared experts beside the exchange, where they do."""
     found = dict.fromkeys((*PART_OF.values(), "recompute"), _ZERO)
+    shared = _ZERO
     for op in ops:
         seconds = rates.seconds(op)
         found[part_of(op)] = found[part_of(op)] + seconds
+        if op.name.startswith("mlp.shared"):
+            shared = shared + seconds
         if op.phase == "forward":
             found["recompute"] = found["recompute"] + op.again * seconds
+    beside = rates.c.hides_exchange * dispatch.fact(rates.c.overlap, "shared", dispatch.OVERLAPS)
+    found["ep_comm"] = np.maximum(0.0, found["ep_comm"] - beside * shared)
     return found
 
 

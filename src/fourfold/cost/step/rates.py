@@ -31,8 +31,6 @@ from fourfold.result.points import CPU_FLASH, FlashShape
 from fourfold.spec.words import DTYPES
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
-# torchtitan's 70B runs on H100: the same run with scales per row takes a third longer.
-ROWWISE = 0.6
 # `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
 # bytes at the memory's rate by its data sheet.
 EXACT = 0.67
@@ -75,8 +73,8 @@ class Rates:
         is_low = (c.precision == _FP8) | (c.precision == _FP4)
         if not narrow or not is_low.any():
             return rate
-        kernel = coef["fp8"] * np.where(c.row_scale > 0, ROWWISE, 1.0)
-        return np.where(is_low, c.peak_low * c.clock * coef["gemm"] * kernel, rate)
+        low = c.peak_low * c.clock * coef["gemm"] * coef["fp8"] * c.scaled_rate
+        return np.where(is_low, low, rate)
 
     def attention(self, op: Op) -> Floats:
         return self._core_s(op.phase, op.m)

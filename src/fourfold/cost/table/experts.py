@@ -67,7 +67,11 @@ def layout(draft: Draft, stack: Distinct[StackDefaults]) -> None:
     draft.refuse(odd, "ep x etp does not divide dp x cp x tp, or ep not the experts")
     kinds = Distinct(table.column("dispatcher"), str)
     unsaid = kinds.mask(lambda cell: cell == "")
-    usual = stack.array(lambda s: DISPATCHERS.index(s.dispatcher))
+    usual, apart = (
+        stack.array(lambda s, name=name: DISPATCHERS.index(getattr(s, name) or s.dispatcher))
+        for name in ("dispatcher", "host_dispatcher")
+    )
+    usual = np.where(facts["domain"] > facts["node"], usual, apart)
     said = kinds.array(lambda cell: DISPATCHERS.index(cell) if cell in DISPATCHERS else -1.0)
     draft.refuse(~unsaid & (said < 0), f"dispatcher is not one of {', '.join(DISPATCHERS)}")
     facts["dispatcher"] = np.where(

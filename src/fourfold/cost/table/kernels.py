@@ -6,8 +6,10 @@ import numpy as np
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.run import has_newer_flash, is_eager, stack_facts
+from fourfold.cost.scaling import scaling_facts
 from fourfold.cost.stacks import StackDefaults
 from fourfold.cost.table.reference import Distinct, Draft, NoteWords
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.words import PRICED_ATTENTION
 
 
@@ -25,10 +27,9 @@ def attention(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDef
     return np.where(first, float(flash1), kinds)
 
 
-def kernels(
-    facts: dict[str, Floats], words: Distinct[NoteWords], stack: Distinct[StackDefaults]
-) -> None:
+def kernels(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
     """Overlap, launches and scales: what a note says, else what the stack does."""
+    facts, table = draft.facts, draft.table
     for name in stack_facts(StackDefaults()):
         facts[name] = stack.array(lambda s, name=name: stack_facts(s)[name])
     stated = words.array(lambda w: -1.0 if w.compiled is None else w.compiled)
@@ -40,8 +41,11 @@ def kernels(
         compiled > 0, apart, stack.array(lambda s: is_eager(s, compiled=False))
     )
     facts["fused_host"] = np.maximum(compiled, words.array(lambda w: 2.0 * w.graphs))
-    for name in ("split_inputs", "block_scale", "row_scale"):
-        facts[name] = words.array(lambda w, name=name: getattr(w, name))
+    facts["split_inputs"] = words.array(lambda w: w.split_inputs)
+    named = list(zip(table.column("note"), table.column("hardware"), strict=True))
+    scaled = Distinct(named, lambda n: scaling_facts(NoteWords(n[0]).scaling, generation_of(n[1])))
+    for name in ("cast_bytes", "scaled_rate"):
+        facts[name] = scaled.array(lambda one, name=name: one[name])
     overlaps = words.mask(lambda w: not w.no_overlap)
     facts["overlap_dp"] = stack.array(lambda s: s.overlap_dp) * overlaps
     stated = words.array(lambda w: -1.0 if w.async_tp is None else w.async_tp)

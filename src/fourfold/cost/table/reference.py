@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold import door, files
+from fourfold.cost.scaling import CALLED
 from fourfold.errors import UserError, shorten
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import check
@@ -52,7 +53,7 @@ class NoteWords:
         self.plain_norm = "kernel:" in note and "RMS kernel" not in note
         self.slow_network = has(r"\bnetwork slow\b")
         self.pure = has(r"\bpure\b")
-        self.block_scale = name.startswith(("mxfp", "nvfp")) or name.endswith("-mx")
+        self.scaling = "row" if has(r"\browwise\b") else CALLED.get(name, "tensor")
         self.shard_group = next(int(size) for size in group.groups() if size) if group else 0
         self.shards_in_node = has(r"\bhsdp\b")
         self.head_size = int(head[1]) if head else 0
@@ -63,7 +64,6 @@ class NoteWords:
         self.graphs = has(r"_cg\b|_cg_|CUDA graphs")
         self.no_overlap = has(r"\boverlap(?: paths)? off\b")
         self.recomputes = has(r"\brecompute on\b")
-        self.row_scale = has(r"\browwise\b")
         self.gathers_kv = "all-gather CP" in note
         self.split_inputs = "checkpoints distributed over TP" in note
         self.one_moment = has(r"\bLION\b")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fourfold.cost.count.params import end_layers
+from fourfold.cost.scaling import KINDS
 from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.megatron_experts import (
     about_experts,
@@ -30,7 +31,7 @@ _PRECISIONS: dict[str, Flags] = {
     "fp32": {},
     "bf16-mixed": {"--bf16": None},
     "fp16": {"--fp16": None},
-    "fp8": {"--bf16": None, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "fp8": {"--bf16": None, "--fp8-format": "hybrid"},
     "fp4": {"--bf16": None, "--fp4-format": "e2m1"},
 }
 _RECOMPUTE: dict[str, Flags] = {
@@ -236,6 +237,8 @@ def _batch(batch: Batch) -> Flags:
 def _precision(setup: Setup) -> Flags:
     policy = setup.policy
     flags = dict(_PRECISIONS[policy.precision])
+    if policy.precision == "fp8":
+        flags["--fp8-recipe"] = KINDS[policy.scaling_kind].names[0]
     stated = {"grad_dtype": policy.grad_dtype, "reduce_dtype": policy.reduce_dtype}
     if "--bf16" in flags:
         formats = set(stated.values()) - {None}

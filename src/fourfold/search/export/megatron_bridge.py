@@ -31,7 +31,9 @@ def check(model: ModelShape, engine: ExportEngine) -> None:
 
 def package(setup: Setup, engine: ExportEngine) -> Package:
     plain, tables = megatron.package(setup, engine), _tables()
-    precision = tables["precisions"].get(setup.policy.precision)
+    kind = {"fp8": f"fp8-{setup.policy.scaling_kind}"}
+    asked = kind.get(setup.policy.precision, setup.policy.precision)
+    precision = tables["precisions"].get(asked)
     if precision is None:
         raise no_setting(
             engine.name, "policy.precision", setup.policy.precision, ", ".join(tables["precisions"])

@@ -143,7 +143,8 @@ def _flags_package(setup: Setup, engine: ExportEngine) -> Package:
     words += ["--compile.enable"] if policy.compile else []
     words += ["--parallelism.enable_async_tensor_parallel"] if policy.async_tp else []
     words += ["--debug.moe_force_load_balance"] if policy.routing == "forced" else []
-    if policy.precision == "fp8" and policy.zero > 0:  # as in its published runs
+    by_row = policy.scaling == "row"
+    if policy.precision == "fp8" and policy.zero > 0 and not by_row:  # as in its published runs
         words += [f"--{_FP8}.enable_fsdp_float8_all_gather"]
         words += [f"--{_FP8}.precompute_float8_dynamic_scale_for_fsdp"]
     return Package(
@@ -181,4 +182,6 @@ def _options(setup: Setup) -> dict[str, object]:
         options["activation_checkpoint.selective_ac_option"] = every or "op"
     if policy.precision == "fp8":
         options |= {"model.converters": _FP8, f"{_FP8}.filter_fqns": "output"}
+        if policy.scaling == "row":
+            options[f"{_FP8}.recipe_name"] = "rowwise"
     return options

@@ -5,6 +5,7 @@ Rules of models with experts: where experts lie, and how tokens get to them.
 
 from __future__ import annotations
 
+from fourfold.cost.scaling import KINDS
 from fourfold.search.rules.case import (
     Rule,
     RuleCase,
@@ -17,7 +18,7 @@ from fourfold.search.rules.case import (
     few,
     outside,
 )
-from fourfold.spec.cluster import PEAK_NAMES
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.supported import not_run
 from fourfold.spec.words import (
@@ -178,7 +179,6 @@ def _device_precision(c: RuleCase) -> Truth:
     unit = c.policy.dtypes.compute
     if c.device is None or unit not in ("fp8", "fp4"):
         return False
-    assert unit in PEAK_NAMES
     return getattr(c.device.peak_flops_per_s, unit) is None
 
 
@@ -186,6 +186,12 @@ def _device_precision_words(c: RuleCase) -> Words:
     assert c.device is not None
     rule = f"needs matrix units that {c.device.id} does not have"
     return "policy.precision", c.policy.precision, rule, "use precision = bf16"
+
+
+def _scalings(c: RuleCase) -> tuple[str, ...]:
+    """Of products in fp8: those of the engine that the GPU's matrix units have."""
+    made = "b" if c.device is None else generation_of(c.device)
+    return tuple(kind for kind in c.stack.scalings if KINDS[kind].only in ("", made))
 
 
 def _lacking(c: RuleCase) -> dict[str, Whole]:
@@ -264,6 +270,11 @@ RULES = (
         lambda c: choice(c, "policy.precision", c.policy.precision, _kept(c, c.stack.precisions)),
     ),
     Rule("device-precision", _device_precision, _device_precision_words),
+    Rule(
+        "scaling",
+        lambda c: c.policy.scaling not in ("auto", *_scalings(c)),
+        lambda c: choice(c, "policy.scaling", c.policy.scaling, ("auto", *_scalings(c))),
+    ),
     Rule("axis", _axis, _axis_words),
     Rule(
         "cp-kind",

@@ -1,0 +1,28 @@
+"""Kinds of scales for products in few bits: data/scalings.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fourfold.spec import catalog, codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingKind:
+    cast_bytes: float
+    rate: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    only: str = ""
+
+
+KINDS: dict[str, ScalingKind] = {
+    name: codec.decode(ScalingKind, table, name)
+    for name, table in catalog.data("scalings.toml").items()
+}
+CALLED: dict[str, str] = {word: name for name, kind in KINDS.items() for word in kind.names}
+
+
+def scaling_facts(name: str, generation: str) -> dict[str, float]:
+    """Of products on a generation of GPUs."""
+    kind = KINDS[name]
+    return {"cast_bytes": kind.cast_bytes, "scaled_rate": kind.rate.get(generation, 1.0)}
