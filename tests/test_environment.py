@@ -78,7 +78,7 @@ def test_two_first_uses_at_once_install_once(tmp_path: Path) -> None:
     here = _checkout(tmp_path / "here")
     calls = _slow_install(here)
     started = [_start(here) for _ in range(3)]
-    said = [process.communicate(timeout=60)[1] for process in started]
+    said = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
     lines = calls.read_text().split()
     assert (lines.count("begin"), lines.count("end"), lines.count("run")) == (1, 1, 3)
@@ -94,8 +94,8 @@ def test_a_killed_first_use_holds_nobody_up(tmp_path: Path) -> None:
         time.sleep(0.01)
     first.kill()
     second = _start(here)
-    said = second.communicate(timeout=60)[1]
-    first.communicate(timeout=60)
+    said = second.communicate(timeout=300)[1]
+    first.communicate(timeout=300)
     assert second.returncode == 0, said
     # What the first had started ran to its end before the second began.
     assert calls.read_text().split() == ["begin", "end", "begin", "end", "run"]

@@ -105,17 +105,18 @@ RUN = dict(model="llama-tiny", gpus=2, layout="tp2", batch=dict(seq_len=128, glo
 ILLEGAL = RUN | dict(gpus=3, layout="tp3")
 SPEC = f.RunSpec.from_plain(RUN)
 PLAN = dict(model="llama-3.1-8b", seq_len=4096, global_batch=64, gpus=8, gpu="h100-80gb")
+NAMED = PLAN | dict(stack="megatron")
 STORE, GOLDEN = {RECORDED!r}, {str(ROOT / "tests/golden/mpt.csv")!r}
 FIT = f.FitRequest(rows=(GOLDEN,), suggest=2)
 stored = f.runs(f.RunsRequest(runs=STORE)).runs
 done = [
     f.plan(f.PlanRequest(**PLAN)),
-    f.explain(f.PlanRequest(**PLAN), "dp8").explanation,
-    f.fit_check(f.PlanRequest(**PLAN), "dp8"), f.support(f.SupportRequest(model="llama-tiny")),
-    f.calendar(f.CalendarRequest(plan=f.PlanRequest(**PLAN, tokens=10**9))),
+    f.explain(f.PlanRequest(**NAMED), "dp8").explanation,
+    f.fit_check(f.PlanRequest(**NAMED), "dp8"), f.support(f.SupportRequest(model="llama-tiny")),
+    f.calendar(f.CalendarRequest(plan=f.PlanRequest(**NAMED, tokens=10**9))),
     f.exam(f.ExamRequest(folder={str(ROOT / "exam/season1")!r})),
-    f.front(f.PlanRequest(**PLAN), "memory"),
-    f.largest(f.PlanRequest(**PLAN | dict(micro_batch=1, layout="tp8")), "sequence"),
+    f.front(f.PlanRequest(**NAMED), "memory"),
+    f.largest(f.PlanRequest(**NAMED | dict(micro_batch=1, layout="tp8")), "sequence"),
     f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),
     f.advise(f.AdviseRequest(gpu="h100-80gb", hidden=4096)),
     f.models(), f.model(RUN), f.clusters(), f.cluster("jean-zay"), f.gpus(), f.flops(RUN),

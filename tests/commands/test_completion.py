@@ -63,7 +63,7 @@ def program(tmp_path: Path) -> Path:
 
 def _shell(words: list[str], program: Path) -> str:
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

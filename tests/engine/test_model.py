@@ -44,8 +44,14 @@ BUILT = [
 ]
 
 
-@pytest.mark.parametrize("name", BUILT)
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [(name, True) for name in BUILT]
+    + [
+        pytest.param(name, False, marks=[] if name.endswith("-tiny") else pytest.mark.slow)
+        for name in BUILT
+    ],
+)
 def test_every_preset_has_the_counted_parameters_under_the_counted_names(name, fused):
     model_shape = model(name)
     seq_len = 2048

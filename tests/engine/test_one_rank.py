@@ -73,8 +73,16 @@ def compare(asked: list[tuple[RunSpec, int]], folder: Path) -> None:
         assert sent == {(one.axis, one.op): (one.bytes, one.calls) for one in count.comm}, words
 
 
-def test_a_rank_alone_is_the_rank_among_its_peers(tmp_path: Path) -> None:
-    compare([(spec("pp2 tp2"), 3), (spec("dp2 tp2", sharding="zero3"), 0)], tmp_path)
+@pytest.mark.parametrize(
+    ("one", "rank"),
+    [
+        (spec("dp2 tp2", sharding="zero3"), 0),
+        pytest.param(spec("pp2 tp2"), 3, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(getattr(value, "layout", value)),
+)
+def test_a_rank_alone_is_the_rank_among_its_peers(one: RunSpec, rank: int, tmp_path: Path) -> None:
+    compare([(one, rank)], tmp_path)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_a_norm_of_all_heads_needs_the_gradients_of_all_ranks():
     [
         ("mixtral", "dp2 ep2", "sharding=zero3"),
         ("deepseek", "dp2 tp2 ep2 etp2", "sharding=zero1"),
-        ("deepseek", "pp2 cp2 ep2", "schedule=zero-bubble"),
+        pytest.param("deepseek", "pp2 cp2 ep2", "schedule=zero-bubble", marks=pytest.mark.slow),
     ],
 )
 def test_experts_equal_one_process(family, layout, policy):

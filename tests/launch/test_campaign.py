@@ -178,7 +178,7 @@ def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
     said: list[str] = []
     kept = Campaign(store, runner=Fake(), say=said.append).clear_up()
     try:
-        assert worker.wait(timeout=20) == -9
+        assert worker.wait(timeout=120) == -9
         assert other.poll() is None
         assert len(kept) == 1
         assert any("ended 1 process of" in line for line in said)

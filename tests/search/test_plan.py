@@ -596,8 +596,15 @@ def test_a_stack_without_a_year_is_the_release_that_is_exported(capsys) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-405b"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8"])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        ("llama-2-7b", "fp8"),
+        ("llama-3.1-405b", "bf16-mixed"),
+        pytest.param("llama-2-7b", "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-405b", "fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precision) -> None:
     asked = ask(model, 128, stack=export.stack_of(release), release=release, explore=True)
     asked = replace(asked, policy=replace(asked.policy, precision=precision))
@@ -678,7 +685,9 @@ def test_bad_requests_and_empty_answers(words, code, says, capsys, monkeypatch, 
         assert captured.out.startswith(("No layout ", "No legal layout "))
 
 
-@pytest.mark.parametrize("gpus", [8, 4096, 50_000, 200_000])
+@pytest.mark.parametrize(
+    "gpus", [8, 50_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (4096, 200_000))]
+)
 @pytest.mark.parametrize("name", catalog.cluster_names())
 def test_a_known_cluster_is_a_kind_of_machine(name: str, gpus: int) -> None:
     """Its hosts, racks and links stay what they are; there are more of them, which is said."""

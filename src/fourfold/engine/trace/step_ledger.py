@@ -130,6 +130,8 @@ class StepLedger(Ledger):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return super().__torch_dispatch__(func, types, args, kwargs)
         short = compat.op_name(func).partition("::")[2]
         if not self._paused:
             self._split(func, short)
