@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -168,7 +169,9 @@ def test_stop_of_a_rank(tmp_path: Path) -> None:
     assert failure is not None
     assert failure.rank == 3
     place = f"rank 3 (pid {launched.ranks[3]} on {socket.gethostname()}, stage 0, {failure.phase})"
-    assert failure.message.startswith(f"{place} has been suspended by SIGSTOP for 1")
+    assert failure.message.startswith(place)
+    # 15 s, and more on a busy machine.
+    assert re.match(r" has been suspended by SIGSTOP for \d\d s", failure.message[len(place) :])
     assert (launched.folder / "rank-3.log").stat().st_mode & 0o777 == 0o644 & ~umask()
     assert launched.all_gone()
 
@@ -255,7 +258,7 @@ def test_stop_of_the_worker(tmp_path: Path) -> None:
     assert launched.report().outcome == "hung"
     assert failure is not None
     assert (failure.rank, failure.who) == (-1, "worker")
-    assert "has been suspended for 1" in failure.message  # 15 s, a little more on a busy machine
+    assert re.search(r"has been suspended for \d\d s", failure.message)
     assert launched.all_gone()
 
 

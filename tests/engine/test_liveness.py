@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -106,6 +107,7 @@ def test_a_rank_stopped_in_any_phase_is_named(training, phase: str) -> None:
     assert plain["failure"]["phase"] == phase
     message = plain["failure"]["message"]
     assert message.startswith(f"rank 1 (pid {pids[1]} on {socket.gethostname()}, stage 0, {phase})")
-    assert "has been suspended by SIGSTOP for 1" in message  # 15 s, a little more on a busy machine
+    # 15 s, and more on a busy machine.
+    assert re.search(r"has been suspended by SIGSTOP for \d\d s", message)
     assert f"hung: rank 1, stage 0, {phase}: {message}" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -27,7 +27,7 @@ RUN = {
     "gpus": 4,
     "steps": 4,
     "warmup": 1,
-    "step_limit_s": 2.0,
+    "step_limit_s": 6.0,
     "start_limit_s": 30.0,
     "layout": {"tp": 2},
     "batch": {"seq_len": 2048, "global_batch": 32, "micro_batch": 1},
@@ -68,7 +68,7 @@ def test_a_run_is_measured_from_its_log(tmp_path: Path) -> None:
     [
         ("oom", "oom", "CUDA out of memory"),
         ("crash", "crashed", "no such kernel"),
-        ("hang", "hung", "step limit of 2 s"),
+        ("hang", "hung", "step limit of 6 s"),
     ],
 )
 def test_failures_are_outcomes(tmp_path: Path, how: str, outcome: str, words: str) -> None:

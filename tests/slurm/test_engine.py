@@ -21,7 +21,7 @@ model = "llama-2-7b"
 gpus = 4
 steps = 4
 warmup = 1
-step_limit_s = 4.0
+step_limit_s = 10.0
 [layout]
 tp = 2
 [batch]
@@ -81,7 +81,7 @@ def test_a_run_over_two_nodes_is_measured_from_its_log(user: User) -> None:
     [
         ("oom", "oom", "CUDA out of memory"),
         ("crash", "crashed", "no such kernel"),
-        ("hang", "hung", "step limit of 4 s"),
+        ("hang", "hung", "step limit of 10 s"),
     ],
 )
 def test_failures_are_outcomes_and_nothing_is_left(
@@ -167,7 +167,7 @@ def test_a_detached_run_that_hangs_is_ended_by_its_script(user: User) -> None:
     assert left_running() == []
     assert user.ask(*words(user, "hang"), status=1)["outcome"] == "hung"
     (run,) = user.runs()
-    assert "step limit of 4 s" in run["failure"]["message"]
+    assert "step limit of 10 s" in run["failure"]["message"]
     assert run["environment"]["slurm.job"] == job["slurm_job"]
 
 
