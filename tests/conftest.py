@@ -62,8 +62,11 @@ NEEDS_TORCH = (
     "conformance/test_lab.py", "conformance/test_compare.py",
 )  # fmt: skip
 
-# A minute and more of each file.
-LONG_FILES = ("engine/*", "search/test_fastest.py", "page/*", "test_docs.py", *FUZZ)
+# Half a minute and more of each file.
+LONG_FILES = (
+    "engine/*", "search/test_plan.py", "conformance/test_lab.py", "search/test_fastest.py",
+    "page/*", "test_docs.py", *FUZZ,
+)  # fmt: skip
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = list(NEEDS_TORCH)

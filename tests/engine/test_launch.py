@@ -159,6 +159,7 @@ def test_kill_of_a_rank(tmp_path: Path) -> None:
     assert launched.all_gone()
 
 
+@pytest.mark.slow
 def test_stop_of_a_rank(tmp_path: Path) -> None:
     """By the limit for stopped processes, long before that of a step."""
     launched = Launched(tmp_path / "x", spec(4, steps=FOREVER))
