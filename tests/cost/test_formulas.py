@@ -19,7 +19,7 @@ from fourfold.cost.run import device_facts, fabric_facts, model_facts
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.kernels import attention_s, gemm_s, misalignment, tile_waves
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s
-from fourfold.cost.step.traffic import group_rate, ranks_within
+from fourfold.cost.step.traffic import group_rate, ranks_within, ring_share
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -115,7 +115,7 @@ def test_groups_that_do_not_tile_a_host_pay_for_its_network() -> None:
     across = group_rate(runs(tp=3, gpus=48), coef, np.array([3.0]), one)
     single = group_rate(runs(tp=3, gpus=6), coef, np.array([3.0]), one)
     assert across[0] < inside[0] / 4
-    assert single[0] == inside[0]
+    assert 0.9 * inside[0] < single[0] < inside[0]  # a ring of three, behind the same switch
 
 
 def test_a_step_waits_for_the_rank_with_the_largest_share() -> None:
@@ -211,3 +211,13 @@ def test_a_window_leaves_as_many_pairs_as_its_mask(seq: int, window: int) -> Non
     assert pairs / seq == pytest.approx(c.reach[0] / 2.0 + seen / (2.0 * seq))
     half = runs(seq=seq, window=window, local=0.5)
     assert half.reach[0] == pytest.approx((c.reach[0] + seq) / 2.0)
+
+
+def test_a_ring_of_two_behind_a_switch_is_slower_than_one_of_eight() -> None:
+    """Of boards of four without one, a pair has a third of the links and no more to lose."""
+    sizes = np.array([2.0, 4.0, 8.0])
+    c = runs(3, tp=sizes)
+    rate = group_rate(c, defaults(), sizes, np.ones(3))
+    assert (rate / rate[2]).round(2).tolist() == [0.76, 0.95, 1.0]
+    board = replace(c, domain=np.full(3, 4.0))
+    assert ring_share(board, sizes, np.ones(3)).tolist() == [1.0, 1.0, 1.0]
