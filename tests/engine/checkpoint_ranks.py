@@ -6,7 +6,6 @@ layout; `policies` changes projections, copies of weights and AdamW; `quick` has
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import sys
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,18 +86,22 @@ def loaded(trainer: Trainer, root: Path) -> None:
     checkpoint.load(trainer, found)
 
 
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().clone().reshape(-1).view(torch.uint8).numpy()
+
+
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every tensor of the state, put together on every rank without any checkpoint code."""
-    # As bytes of one buffer: to send a tensor as an object takes longer than to train it.
-    mine = io.BytesIO()
-    torch.save(
-        [(h.name, h.shape, h.offsets, h.tensor.clone()) for h in state_shards(trainer)], mine
-    )
+    # As arrays of bytes: to send a tensor as an object takes longer than to train it.
+    mine = [
+        (h.name, h.shape, h.offsets, h.tensor.shape, h.tensor.dtype, _bytes_of(h.tensor))
+        for h in state_shards(trainer)
+    ]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine.getvalue())
+    dist.all_gather_object(everyone, mine)
     full: dict[str, torch.Tensor] = {}
-    held = [torch.load(io.BytesIO(some)) for some in everyone]
-    for name, shape, offsets, part in (item for some in held for item in some):
+    for name, shape, offsets, size, dtype, held in (item for some in everyone for item in some):
+        part = torch.from_numpy(held).view(dtype).view(size)
         target = full.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
         view = target[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
         assert bool((view.isnan() | (view == part)).all()), f"copies of {name} differ"
