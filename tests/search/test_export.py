@@ -158,6 +158,11 @@ def test_experts_are_megatrons() -> None:
     assert not {"--moe-router-pre-softmax", "--cuda-graph-impl"} & plain.keys()
     forced = flags_of(setup("dp16 ep8", "deepseek-v2-lite", routing="forced"))
     assert forced.keys() >= {"--moe-router-pre-softmax", "--moe-router-force-load-balancing"}
+    hides = {"overlap_exchange": True, "overlap_kind": "shared-expert", "dispatcher": "alltoall"}
+    beside = setup("dp16 ep8", "deepseek-v3", **hides)
+    assert "--moe-shared-expert-overlap" in flags_of(beside)
+    written = export.write("megatron-bridge", beside)
+    assert "model.moe_shared_expert_overlap=true" in written
 
 
 REFUSED = [
@@ -166,6 +171,13 @@ REFUSED = [
     ("megatron", "qwen3-30b-a3b", "dp8", {"recompute": "norm+mlp"}, "policy.recompute=norm+mlp"),
     ("megatron", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "ncclep"}, "policy.dispatcher"),
     ("megatron", "qwen3-30b-a3b", "pp2 dp8 ep8", {"overlap_exchange": True}, "overlap_exchange"),
+    (
+        "megatron",
+        "qwen3-30b-a3b",
+        "dp8 ep8",
+        {"overlap_exchange": True, "overlap_kind": "shared-expert"},
+        "overlap_kind=shared-expert",
+    ),
     ("megatron", "olmoe-1b-7b", "dp8", {}, "model.qk_norm=width"),
     ("megatron", "gpt-oss-20b", "dp8", {}, "model.window"),
     ("torchtitan", "mixtral-8x7b", "dp8", {}, "model.family=mixtral"),
