@@ -76,16 +76,25 @@ def test_every_layout_of_four_ranks_of_a_family(family):
     assert report["passed"] == report["total"] > 100
 
 
-def test_padding_reaches_no_router():
+def _that_drops(folder: Path) -> str:
+    """A model whose experts drop what is above their share."""
+    shape = catalog.model("mixtral-tiny")
+    path = folder / "drops.toml"
+    path.write_text(codec.to_toml(replace(shape, moe=replace(shape.moe, capacity=1.0))))
+    return str(path)
+
+
+def test_padding_reaches_no_router(tmp_path):
     # 5 sequences over 2 ranks, one at a time: the second rank's last micro batch is padding.
-    words = ("--layout", "dp2 ep2", "--family", "mixtral", "--set", "policy.sharding=zero2")
+    words = ("--layout", "dp2 ep2", "--model", _that_drops(tmp_path))
+    words += ("--set", "policy.sharding=zero2")
     report = verify(*words, "--global-batch", "5", "--micro-batch", "1", "--precision", "fp64")
     assert report["passed"] == report["total"] == 1
     assert report["micro_batches"] == "dp 0: 1, 1, 1; dp 1: 1, 1 and 1 of padding"
     routing = report["layouts"][0]["routing"]
     assert routing["wrong"] == 0
     assert routing["margin"] > 1e-13
-    assert routing["dropped"] > 0  # this one drops what is above an expert's share
+    assert routing["dropped"] > 0
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
@@ -199,11 +208,8 @@ def test_a_fault_with_experts_is_seen_and_named(fault):
 
 @pytest.mark.slow
 def test_drops_in_another_order_are_named(tmp_path):
-    shape = catalog.model("mixtral-tiny")
-    shape = replace(shape, moe=replace(shape.moe, capacity=1.0))
-    path = tmp_path / "drops.toml"
-    path.write_text(codec.to_toml(shape))
-    words = ("--layout", "cp2 ep2", "--model", str(path), "--set", "policy.sharding=zero2")
+    words = ("--layout", "cp2 ep2", "--model", _that_drops(tmp_path))
+    words += ("--set", "policy.sharding=zero2")
     words += ("--set", "policy.cp_kind=ring")
     assert verify(*words)["passed"] == 1
     (row,) = verify(*words, "--break", "drop-order", rc=1)["layouts"]
