@@ -120,6 +120,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_garbage() -> None:
+    """Nor what earlier files left."""
+    gc.freeze()
+
+
 _BEGAN_S = time.monotonic()
 
 
