@@ -242,3 +242,15 @@ def test_the_tool_chooses_better_than_a_rule_of_thumb() -> None:
     )
     assert sum(tool) < 0.5 * min(sum(rule), sum(constant))
     assert all(chosen["step_s"] for _, chosen, _ in found), "a choice ran out of memory"
+
+
+def test_a_confined_plan_of_many_gpus_compares_engines(tmp_path: Path) -> None:
+    """A plan of the command line looks for one of them in a second process; clients get none."""
+    told = (
+        "import pathlib, sys; from fourfold import PlanRequest, plan;"
+        "from fourfold.agents.server import confine; confine(pathlib.Path(sys.argv[1]));"
+        "asked = PlanRequest(model='mixtral-8x7b', gpu='a100-80gb', gpus=256, seq_len=4096,"
+        " global_batch=256, layout='pp1 tp1'); print(len(plan(asked).engines))"
+    )
+    done = subprocess.run([sys.executable, "-c", told, tmp_path], capture_output=True, text=True)
+    assert done.stdout == "6\n", done.stderr

@@ -477,9 +477,9 @@ def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 _PLANS: dict[str, PlanAnswer] = {}
 
 
-def _plan_once(request: PlanRequest, *, on_event: OnEvent) -> PlanAnswer:
+def _plan_once(request: PlanRequest, *, on_event: OnEvent, second_process: bool) -> PlanAnswer:
     if repr(request) not in _PLANS:
-        _PLANS[repr(request)] = plan(request, on_event=on_event)
+        _PLANS[repr(request)] = plan(request, on_event=on_event, second_process=second_process)
     return _PLANS[repr(request)]
 
 

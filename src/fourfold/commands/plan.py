@@ -112,7 +112,7 @@ def run(args: Any, show: OnEvent) -> Output:
         name, opened, force = args.model or "", bool(args.open), bool(args.force)
         answer = write_plan(request, args.html, name, browser=opened, force=force, on_event=show)
     else:
-        answer = fourfold.plan(request, on_event=show)
+        answer = fourfold.plan(request, on_event=show, second_process=True)
     status, details = 0 if answer.ranked else 1, bool(args.details)
     return Output.of(answer, lambda: shown.page(answer, details=details), status=status)
 

@@ -112,8 +112,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10, whole: bool = False) -> R
     too slow to be listed has its place."""
     grid = candidates(query)
     bar = Bar(query.on_event, f"searching {grid.legal:,} configurations")
-    near = None if whole else near_best(query, grid)
-    if near is not None:
+    for near in () if whole else near_best(query, grid, least):
         space = space_of(query, near.grid, bar, asked=near.asked)
         found = _ranking(query, grid, (space, space.likely, space.likely), bar, least)
         sure_fits = found.fits >= sure_line(found.fits, query.risk)

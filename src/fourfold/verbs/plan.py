@@ -8,6 +8,7 @@ fit_check: whether a layout fits, what fills the fullest rank, and what would ne
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -33,6 +34,7 @@ from fourfold.search.stack_names import listed
 from fourfold.spec.layout import Layout
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
+from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import (
     Machine,
     known_cluster,
@@ -41,6 +43,7 @@ from fourfold.verbs.machine import (
 )
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
+from fourfold.verbs.run_requests import OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +126,26 @@ def _named(rows: Rows, i: int, path: str, tokens_s_gpu: float) -> MeasuredBest:
     )
 
 
-def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
+def plan(
+    request: PlanRequest, *, on_event: OnEvent = ignore, second_process: bool = False
+) -> PlanAnswer:
     """The best layouts, the first choice first, with intervals, memory and what the order rests on;
-    where no engine is asked for, also the best of each."""
+    where no engine is asked for, also the best of each. `second_process`: our own engine, which has
+    by far the most layouts, may be looked through beside the others."""
     query, counts = resolved(request, on_event)
     measured = best_measured(request.measured, query) if request.measured else None
-    ranking, tried = best_of(query, counts, least=request.top)
-    found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
-    found = replace(found, routed=_routed(request, ranking))
-    if request.stack or request.export:
-        return found
-    return replace(found, engines=_engines(request, found, on_event))
+    compares = not (request.stack or request.export)
+    apart = compares and second_process and query.stack != OURS and len(counts) == 1
+    aside = contextlib.nullcontext()
+    if apart and is_worth_it(counts[0]):
+        aside = beside(engine_best, request, OURS, counts[0])
+    with aside as ours:
+        ranking, tried = best_of(query, counts, least=request.top)
+        found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
+        found = replace(found, routed=_routed(request, ranking))
+        if not compares:
+            return found
+        return replace(found, engines=_engines(request, found, ours, on_event))
 
 
 def _routed(request: PlanRequest, ranking: Ranking) -> Routed | None:
@@ -142,21 +154,21 @@ def _routed(request: PlanRequest, ranking: Ranking) -> Routed | None:
     return routed(ranking, imbalance(ranking.query.model, policy), capacity=request.capacity)
 
 
-def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tuple[EngineBest, ...]:
-    """The best of each engine on as many GPUs, the fastest of those that are sure to fit first."""
+def _engines(
+    request: PlanRequest,
+    first: PlanAnswer,
+    ours: Callable[[], EngineBest] | None,
+    on_event: OnEvent,
+) -> tuple[EngineBest, ...]:
+    """The best of each engine on as many GPUs, the fastest of those that are sure to fit first.
+    `ours`: that of our own, where another process looks for it."""
     found = []
     for engine in EXPORTED:
         on_event(Event(f"best layout of {engine}", "progress"))
-        try:
-            query, _ = resolved(replace(request, stack=engine))
-            if query.stack == first.stack and query.release:
-                found.append(EngineBest(engine=engine, stack=first.stack, row=first.best))
-                continue
-            ranking = rank_layouts(replace(query, gpus=first.gpus), least=1)
-            row, why = best_row(ranking)
-            found.append(EngineBest(engine=engine, stack=query.stack, row=row, reason=why))
-        except UserError as error:
-            found.append(EngineBest(engine=engine, reason=str(error)))
+        if engine == OURS and ours is not None:
+            found.append(ours())
+        else:
+            found.append(engine_best(request, engine, first.gpus, first))
 
     def place(one: EngineBest) -> tuple[bool, bool, float]:
         row = one.row
@@ -165,6 +177,20 @@ def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tupl
         return False, row.fit_chance < 1.0 - request.risk, row.step_s
 
     return tuple(sorted(found, key=place))
+
+
+def engine_best(
+    request: PlanRequest, engine: str, gpus: int, first: PlanAnswer | None = None
+) -> EngineBest:
+    """`first`: an answer for all, which may be this engine's."""
+    try:
+        query, _ = resolved(replace(request, stack=engine))
+        if first is not None and query.stack == first.stack and query.release:
+            return EngineBest(engine=engine, stack=first.stack, row=first.best)
+        row, why = best_row(rank_layouts(replace(query, gpus=gpus), least=1))
+        return EngineBest(engine=engine, stack=query.stack, row=row, reason=why)
+    except UserError as error:
+        return EngineBest(engine=engine, reason=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
