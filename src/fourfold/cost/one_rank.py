@@ -192,8 +192,8 @@ def total(rows: list[Part]) -> Part:
 def least_bytes(c: Columns) -> tuple[float, float, float, float]:
     """What can't be avoided besides products and attention, of the one run in `c`: bytes of a
     micro batch in a layer, in the first and the last end; of the update, an element of this rank's
-    own weights."""
-    c = replace(c, our_kernels=np.ones_like(c.our_kernels))
+    own weights. Of experts' rows a rank alone has as many as it sends."""
+    c = replace(c, our_kernels=np.ones_like(c.our_kernels), imbalance=np.zeros_like(c.imbalance))
 
     def moved(ops: list[Op]) -> float:
         return _one(sum(op.bytes for op in ops if op.kind in ("norm", "elementwise", "copy")))

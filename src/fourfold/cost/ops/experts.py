@@ -82,9 +82,11 @@ def _router(c: Columns, e: ExpertSizes) -> Iterator[Op]:
 
 def _exchange(c: Columns, e: ExpertSizes, name: str) -> Iterator[Op]:
     """Rows in order of their experts, to other ranks and, where slices of an expert lie on several,
-    to all of these; back the other way round. Gradients take the same ways."""
+    to all of these; back the other way round. Gradients take the same ways. A kernel of ours reads
+    a token once for all of its copies, and writes their sum once."""
     whole, moved = e.rows * c.hidden * c.act_bytes, e.tokens * c.hidden * c.act_bytes
-    passes = _AROUND * _fused(c) * dispatch.fact(c.dispatcher, "passes")
+    passes = _around(c) * dispatch.fact(c.dispatcher, "passes")
+    passes = passes - np.where(c.our_kernels > 0, 1.0 - 1.0 / np.maximum(1.0, c.top_k), 0.0)
     order = partial(Op, name=f"{name}, order", kind="elementwise", bytes=passes * whole / c.etp)
     sent = partial(Op, name=name, kind="collective", axis="ep", bytes=moved)
     slices = partial(Op, name=f"{name}, slices", kind="collective", axis="etp", bytes=whole)
@@ -105,7 +107,7 @@ def _grouped(
 
 def _activation(c: Columns, s: Sizes, e: ExpertSizes) -> Iterator[Op]:
     passes = np.where(c.expert_bias > 0, _BIASED, np.where(c.eager > 0, EAGER, 1.0))
-    there = _AROUND * _fused(c) * e.rows * c.act_bytes * (e.wide + e.ffn)
+    there = _around(c) * e.rows * c.act_bytes * (e.wide + e.ffn)
     wide = e.rows * c.act_bytes * e.wide
     act = partial(Op, name="mlp.experts.activate", kind="elementwise")
     yield act(bytes=there * passes, again=e.act_again, keeps=e.kept * wide, gives=wide)
@@ -116,6 +118,11 @@ def expert_casts(c: Columns, s: Sizes) -> Floats:
     """Values of rows that are cast for grouped products in fewer bits."""
     e = ExpertSizes(c, s)
     return _fused(c) * e.rows * (c.hidden + e.ffn)
+
+
+def _around(c: Columns) -> Floats:
+    """Of what rows need: kernels of our own move nothing else."""
+    return np.where(c.our_kernels > 0, 1.0, _AROUND * _fused(c))
 
 
 def _fused(c: Columns) -> Floats:
