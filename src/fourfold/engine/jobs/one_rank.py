@@ -22,7 +22,7 @@ from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
 from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
-from fourfold.engine.observe.recording import record_steps
+from fourfold.engine.observe.recording import lead_steps, record_steps
 from fourfold.engine.one_rank import fake_peers, totals
 from fourfold.engine.one_rank.fake_peers import TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
@@ -219,14 +219,14 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
 
 
 def _watched(steps: Steps, listeners: list[Callable[[str], None]]) -> MicroBatchProfiler:
-    """A step under the profiler, kernel by kernel, after one more to be warm again."""
+    """A step under the profiler, kernel by kernel, after others to be warm again."""
     trainer = steps.trainer
     if trainer.step_graph is not None:
         trainer.step_graph.forget()
         trainer.step_graph.eager_steps = 2**62
     profiler = MicroBatchProfiler(trainer.device, len(trainer.sizes) * len(trainer.chunks))
     profiler.warm_up()
-    steps.run(1)
+    steps.run(lead_steps(trainer.device))
     listeners.append(profiler.note)
     steps.run(1)
     listeners.remove(profiler.note)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,7 +86,7 @@ class StepRecording:
 def record_steps(trainer: Trainer, path: Path, first: int, *, stand_in: bool = False) -> None:
     """A few further steps from `first` on, whose times are nobody's measurement."""
     recording = StepRecording(trainer, path, stand_in=stand_in)
-    began = first + LEAD_STEPS
+    began = first + lead_steps(trainer.device)
     recording.begin(lambda: [trainer.step(index) for index in range(first, began)])
     for index in range(began, began + RECORDED_STEPS):
         with recording.step(index):
@@ -127,5 +128,10 @@ class WindowRecording:
             self._is_on = False
 
 
-# Steps that follow each other as in a long run, and those before them that are not recorded.
-RECORDED_STEPS, LEAD_STEPS = 3, 2
+RECORDED_STEPS = 3  # that follow each other as in a long run
+
+
+def lead_steps(device: torch.device) -> int:
+    """Steps between a profiler's preparation and what it records: a GPU that idled for a second
+    runs above its lasting clock for about another."""
+    return 4 if device.type == "cuda" else 1
