@@ -54,9 +54,9 @@ class Log:
         self.sent: list[torch.Tensor] = []
         original = wrap.Packed.__init__
 
-        def noted(packed, tensor, side) -> None:
+        def noted(packed, tensor, side, *, strided) -> None:
             self.sent.append(tensor.detach())
-            original(packed, tensor, side)
+            original(packed, tensor, side, strided=strided)
 
         monkeypatch.setattr(wrap.Packed, "__init__", noted)
 
@@ -87,7 +87,7 @@ def test_gradients_are_the_same_and_no_weight_goes(way, monkeypatch):
     if way == "recompute":
         apply_recompute(decoder, Policy(recompute="full"))
     apply_compile(decoder, enabled=way == "compiled", backend="aot_eager")
-    wrap.apply_offload(decoder, "activations", "cpu")
+    wrap.apply_offload(decoder, Policy(offload="activations"), "cpu")
     for have, wanted in zip(grads(decoder), want, strict=True):
         torch.testing.assert_close(have, wanted, rtol=1e-5, atol=1e-6)
     assert log.sent
@@ -97,3 +97,11 @@ def test_gradients_are_the_same_and_no_weight_goes(way, monkeypatch):
     assert not [one for one in log.sent if one.untyped_storage()._cdata in weights]
     views = {(one.data_ptr(), tuple(one.shape), one.stride()) for one in log.sent}
     assert len(views) == len(log.sent)
+
+
+def test_compiled_code_gets_views_back_with_their_strides():
+    part = torch.arange(48.0).view(4, 12)[:, :8]
+    for strided in (False, True):
+        back = wrap.Packed(part, None, strided=strided).take()
+        assert torch.equal(back, part)
+        assert (back.stride() == part.stride()) is strided

@@ -124,7 +124,7 @@ def _micro_shapes(spec: RunSpec) -> int:
 
 
 def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    apply_offload(decoder, spec.policy.offload, world.device_type)
+    apply_offload(decoder, spec.policy, world.device_type)
 
 
 ORDER: tuple[Step, ...] = (

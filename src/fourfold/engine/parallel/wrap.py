@@ -78,10 +78,12 @@ class Packed:
     """One tensor on the host, and its copy on the device while it is on its way back. Both device
     tensors belong to the stream that computes, which waits for a copy before it gives up their
     bytes: they are free for the next layer at a known moment. Marking them as used by the side
-    stream instead would keep them until the host happens to look, by then a step too late."""
+    stream instead would keep them until the host happens to look, by then a step too late.
+    `strided`: compiled code wants even a view of part of a tensor back with its strides."""
 
-    def __init__(self, tensor: Tensor, side: torch.cuda.Stream | None) -> None:
+    def __init__(self, tensor: Tensor, side: torch.cuda.Stream | None, *, strided: bool) -> None:
         self.side, self.device = side, tensor.device
+        self.strides = tensor.stride() if strided else None
         self.back: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
         self._lent: weakref.ref[Tensor] | None = None
@@ -99,10 +101,12 @@ class Packed:
         """Start the way back; twice is once."""
         if self.back is not None:
             return
+        strides = self.strides or self.host.stride()
+        empty = self.host.new_empty_strided(self.host.shape, strides, device=self.device)
         if self.side is None:
-            self.back = self.host.clone()
+            self.back = empty.copy_(self.host)
             return
-        self.back = torch.empty_like(self.host, device=self.device)
+        self.back = empty
         self.side.wait_stream(torch.cuda.current_stream())  # whose bytes these were until now
         with torch.cuda.stream(self.side):
             self.back.copy_(self.host, non_blocking=True)
@@ -147,7 +151,7 @@ class Bag:
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
             return self, known[1]
-        packed = Packed(tensor, self.offloader.side)
+        packed = Packed(tensor, self.offloader.side, strided=self.offloader.strided)
         self.offloader.keep(tensor)
         self._known[key] = weakref.ref(storage), packed
         self.packed.append(weakref.ref(packed))
@@ -201,8 +205,8 @@ class Offloader:
     layer ahead. Weights (and views of them), tables and small tensors stay. On CPU both sides are
     the same memory: the copies prove the route, and the ledger does not see the host's."""
 
-    def __init__(self, device_type: str) -> None:
-        cuda = device_type == "cuda"
+    def __init__(self, device_type: str, *, strided: bool = False) -> None:
+        cuda, self.strided = device_type == "cuda", strided
         self.side = torch.cuda.Stream() if cuda else None
         real = not cuda and dist.get_backend() != "fake"
         self.smallest_bytes = 1 if real else _SMALLEST_BYTES
@@ -250,9 +254,9 @@ class Offloader:
         return offloaded
 
 
-def apply_offload(decoder: Decoder, kind: str, device_type: str) -> None:
-    if kind == "none":
+def apply_offload(decoder: Decoder, policy: Policy, device_type: str) -> None:
+    if policy.offload == "none":
         return
-    offloader = Offloader(device_type)
+    offloader = Offloader(device_type, strided=policy.compile)
     for place, layer in enumerate(decoder.blocks.values()):
         layer.forward = offloader.wrap(layer, first=place == 0)
