@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fourfold.cli import main
+from fourfold.engine.model import rows
 from fourfold.engine.model.experts import MoeMlp
 from fourfold.engine.verify.plain_experts import Guess, PlainExperts, RoutedStep
 from fourfold.spec import catalog
@@ -85,3 +89,21 @@ def test_routing_and_exchange_are_steps_of_a_trace(capsys) -> None:
     assert "ep" in {group["name"] for group in told["groups"]}
     back = sum("rows back" in name for name in names)
     assert back >= 2  # forward, and again in the backward pass
+
+
+def tables() -> st.SearchStrategy[list[list[int]]]:
+    of = lambda width: st.lists(st.integers(0, 4), min_size=width, max_size=width)  # noqa: E731
+    return st.integers(1, 5).flatmap(lambda width: st.lists(of(width), min_size=1, max_size=4))
+
+
+@given(tables())
+def test_rows_from_other_ranks_are_regrouped_by_expert(counts: list[list[int]]) -> None:
+    """Each row is named by its rank, its expert and its number among those."""
+    blocks = [(rank, e, n) for rank, row in enumerate(counts) for e, n in enumerate(row)]
+    came = [(rank, expert, i) for rank, expert, size in blocks for i in range(size)]
+    order, back, ends = rows.regroup_rows(torch.tensor(counts), len(came))
+    now = [came[i] for i in order.tolist()]
+    assert now == sorted(came, key=lambda name: (name[1], name[0], name[2]))
+    assert [now[i] for i in back.tolist()] == came
+    held = [sum(row[e] for row in counts) for e in range(len(counts[0]))]
+    assert ends.tolist() == list(itertools.accumulate(held))

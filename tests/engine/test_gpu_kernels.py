@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.engine.model import activations
+from fourfold.engine.model import activations, rows
 from fourfold.engine.parallel import data, lean_loss
 
 pytestmark = pytest.mark.skipif(
@@ -76,3 +76,21 @@ def test_gradients_are_laid_side_by_side(rows: int, width: int) -> None:
     assert torch.equal(wide[:, 3 : 3 + width], narrow.float())
     assert bool((wide[:, :3] == -1).all())
     assert bool((wide[:, 3 + width :] == -1).all())
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 2), (300, 3, 5), (4096, 8, 128)])
+def test_rows_are_ordered_by_expert(tokens: int, top_k: int, experts: int) -> None:
+    ids = (randn(tokens, top_k).abs() * 1e3).int() % experts
+    found, right = rows.order_rows(ids, experts + 1), rows.order_rows(ids.cpu(), experts + 1)
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize(("groups", "experts"), [(1, 1), (2, 3), (8, 16), (64, 4), (3, 200)])
+@pytest.mark.parametrize("most", [0, 1, 37])
+def test_rows_are_regrouped_by_expert(groups: int, experts: int, most: int) -> None:
+    counts = (randn(groups, experts).abs() * 1e3).int() % (most + 1)
+    total = int(counts.sum())
+    found, right = rows.regroup_rows(counts, total), rows.regroup_rows(counts.cpu(), total)
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one.cpu(), other)

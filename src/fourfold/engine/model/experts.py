@@ -53,12 +53,11 @@ def copied_to_host(counts: Tensor, total: int) -> Callable[[], list[int]]:
     return values
 
 
-def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Rows of expert after expert, each by its own matrix. Rows after the last are undefined."""
     if is_grouped(rows_RI):
-        ends = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends)
-    counts = on_host(counts_E, rows_RI.shape[0])
+        return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+    counts = on_host(sizes(ends_E), rows_RI.shape[0])
     parts = rows_RI.split([*counts, rows_RI.shape[0] - sum(counts)])
     done = [F.linear(part, weight) for part, weight in zip(parts, weight_EOI, strict=False)]
     rest = parts[-1]
@@ -80,9 +79,9 @@ class GroupedLinear(nn.Module):
         outs = sum(rows for _, rows in self.parts)
         self.weight = nn.Parameter(self.weight.new_empty(outs, ins))
 
-    def forward(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
         weight = self.weight.view(self.experts, -1, self.weight.shape[1])
-        return grouped_product(rows_RI, weight, counts_E)
+        return grouped_product(rows_RI, weight, ends_E)
 
 
 class Experts(nn.Module):
@@ -105,10 +104,11 @@ class Experts(nn.Module):
         self.down.resize(experts, ffn, (("down", self.hidden),))
 
     def forward(
-        self, rows_RD: Tensor, scores_R: Tensor, source_R: Tensor, counts_E: Tensor
+        self, rows_RD: Tensor, scores_R: Tensor, source_R: Tensor, ends_E: Tensor
     ) -> Tensor:
-        acted = self.activate(self.gate_up(rows_RD, counts_E), scores_R, source_R)
-        return self.down(acted, counts_E)
+        """`ends`: where each expert's rows end, as int32."""
+        acted = self.activate(self.gate_up(rows_RD, ends_E), scores_R, source_R)
+        return self.down(acted, ends_E)
 
 
 class Spread(torch.autograd.Function):
@@ -164,11 +164,11 @@ def dispatch_local(x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: 
     source, places, ends = order_rows(chosen_TK.to(torch.int32), count + 1)
     rows = Spread.apply(x_TD, places, top_k)
     if not experts.drops:
-        y = experts(rows, scores_TK.flatten(), source, sizes(ends)[:count])
+        y = experts(rows, scores_TK.flatten(), source, ends[:count])
         return Join.apply(y, places, top_k)
     nobody = chosen_TK.flatten() == count
     scores, row_of_nobody = scores_TK.flatten().masked_fill(nobody, 0), nobody[source.long(), None]
-    y = experts(rows.masked_fill(row_of_nobody, 0), scores, source, sizes(ends)[:count])
+    y = experts(rows.masked_fill(row_of_nobody, 0), scores, source, ends[:count])
     return Join.apply(y.masked_fill(row_of_nobody, 0), places, top_k)
 
 

@@ -61,6 +61,37 @@ def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return source, place, ends[:experts, -1].contiguous()
 
 
+@torch.library.custom_op("fourfold::regroup_rows", mutates_args=())
+def regroup_rows(counts_GE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows that lie group by group, in each expert by expert, to expert by expert, in each group
+    by group: (order, back, ends). New row r was order[r], which is now row back[order[r]]; rows of
+    expert e end at ends[e] (int32)."""
+    groups, experts = counts_GE.shape
+    expert = torch.arange(experts, device=counts_GE.device).repeat(groups)
+    each = expert.repeat_interleave(counts_GE.flatten(), output_size=rows)
+    order = each.sort(stable=True).indices
+    return order, inverse(order), counts_GE.sum(0).cumsum(0).to(torch.int32)
+
+
+@regroup_rows.register_fake
+def _(counts_GE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, back = (counts_GE.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    return order, back, counts_GE.new_empty(counts_GE.shape[1], dtype=torch.int32)
+
+
+@regroup_rows.register_kernel("cuda")
+def _(counts_GE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    groups, experts = counts_GE.shape
+    order, back = (counts_GE.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    ends = counts_GE.new_empty(experts, dtype=torch.int32)
+    sizes = {"G": power(groups), "E": power(experts)}
+    block = max(16, 8192 // (sizes["G"] * sizes["E"]))
+    kernels().regroup[(max(1, -(-rows // block)),)](
+        counts_GE.contiguous(), order, back, ends, rows, groups, experts, **sizes, ROWS=block
+    )
+    return order, back, ends
+
+
 @torch.library.custom_op("fourfold::take_rows", mutates_args=())
 def take_rows(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
     """Each row's token."""

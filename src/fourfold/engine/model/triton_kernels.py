@@ -55,6 +55,32 @@ def place(ids, ends, counts, place_of, row_of, rows, blocks, E: tl.constexpr, RO
 
 
 @triton.jit
+def regroup(
+    counts, order, back, ends, rows, groups, experts,
+    G: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where a row of one block of group and expert goes when blocks are ordered by expert first.
+    Blocks are few: each program finds those of its rows among all."""
+    group, expert = tl.arange(0, G)[:, None], tl.arange(0, E)[None, :]
+    inside = (group < groups) & (expert < experts)
+    size = tl.load(counts + group * experts + expert, mask=inside, other=0).to(tl.int32)
+    of_group, of_expert = tl.sum(size, axis=1), tl.sum(size, axis=0)
+    end = tl.cumsum(of_expert, axis=0)
+    first = (tl.cumsum(of_group, axis=0) - of_group)[:, None] + tl.cumsum(size, axis=1) - size
+    wanted = (end - of_expert)[None, :] + tl.cumsum(size, axis=0) - size
+    shift = tl.reshape(wanted - first, [1, G * E])
+    begin, over = tl.reshape(first, [1, G * E]), tl.reshape(first + size, [1, G * E])
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_here = (row[:, None] >= begin) & (row[:, None] < over)
+    where = row + tl.sum(tl.where(is_here, shift, 0), axis=1)
+    tl.store(back + row, where, mask=row < rows)
+    tl.store(order + where, row, mask=row < rows)
+    if tl.program_id(0) == 0:
+        column = tl.arange(0, E)
+        tl.store(ends + column, end, mask=column < experts)
+
+
+@triton.jit
 def take(x, place_of, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """A token goes to each of its K rows: read once, since reading is what misses the cache."""
     token = tl.program_id(0).to(tl.int64)

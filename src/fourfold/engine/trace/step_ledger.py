@@ -203,6 +203,7 @@ def _kind(func: Any, short: str) -> str:
 
 def _message(axis: str, op: str, size: int, args: tuple[Any, ...]) -> LayerMessage:
     """An exchange whose rows all go to one rank is a message to it: the hop of a ring."""
-    if op == "all-to-all" and sum(rows > 0 for rows in args[2]) == 1:
+    splits = next((each for each in args if isinstance(each, list)), [])  # plain or functional
+    if op == "all-to-all" and sum(rows > 0 for rows in splits) == 1:
         op = "send"
     return LayerMessage(cast(Op, op), axis, size)
