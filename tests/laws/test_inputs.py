@@ -31,7 +31,7 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 GOLDEN = Path(__file__).parents[1] / "golden"
 # These start processes of the engine, or a server; every other command is light, also one that is
 # added later.
-ENGINE = {"bench", "calibrate", "demo", "dryrun", "serve", "sweep", "train", "verify"}
+ENGINE = {"bench", "calibrate", "demo", "dryrun", "mcp", "serve", "sweep", "train", "verify"}
 COMMANDS = tuple(name for name in ALL_COMMANDS if name not in ENGINE)
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
