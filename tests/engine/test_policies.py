@@ -45,8 +45,10 @@ def traffic(counted: RankCount, axis: str) -> dict[str, int]:
 def peaks(layout: str, micros: int, **fields: str) -> list[int]:
     batch = Batch(seq_len=16, micro_batch=1, global_batch=4 * micros)
     zeros = ("zero0", "zero1", "zero2", "zero3")
+    # Two layers a stage: of one, a sharded gradient and the buffer it is reduced from are all.
+    heavy = replace(HEAVY, layers=HEAVY.layers * Layout.parse(layout).pp)
     return [
-        count(HEAVY, layout, batch, replace(FP32, sharding=zero, **fields)).peak_bytes
+        count(heavy, layout, batch, replace(FP32, sharding=zero, **fields)).peak_bytes
         for zero in zeros
     ]
 

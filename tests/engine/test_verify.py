@@ -70,6 +70,7 @@ def test_experts_equal_one_process(family, layout, policy):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)  # with experts, 468 layouts each
 @pytest.mark.parametrize("family", ["qwen", "olmo2", "mixtral", "deepseek"])
 def test_every_layout_of_four_ranks_of_a_family(family):
     report = verify("--world", "4", "--family", family)
