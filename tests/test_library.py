@@ -32,9 +32,9 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs.calibrate import Calibrated, Demo, DemoRun, scene
-from fourfold.verbs.dryrun import DryRun
 from fourfold.verbs.fit import Fitted
 from fourfold.verbs.machine import read_profile
+from fourfold.verbs.predict import DryRun
 from fourfold.verbs.weights import ExportedWeights
 from tests.traces import simulated
 

@@ -31,15 +31,14 @@ if TYPE_CHECKING:
         matrix,
     )
     from fourfold.verbs.diagnose import diagnose
-    from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.exam import ExamRequest, exam
-    from fourfold.verbs.export import export
+    from fourfold.verbs.export import SupportRequest, export, support
     from fourfold.verbs.fit import fit, score, suggest_runs
     from fourfold.verbs.flops import FlopsRequest, flops
     from fourfold.verbs.front import front, largest
     from fourfold.verbs.one_rank import one_rank
     from fourfold.verbs.plan import explain, fit_check, plan, stacks
-    from fourfold.verbs.predict import predict, predict_table
+    from fourfold.verbs.predict import dryrun, predict, predict_table
     from fourfold.verbs.report import lint, lint_rules, report
     from fourfold.verbs.requests import (
         ClusterRequest,
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     )
     from fourfold.verbs.runs import diff, runs, show_run
     from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
-    from fourfold.verbs.support import SupportRequest, support
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -91,15 +89,14 @@ _MODULES = {
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
     "verbs.diagnose": "diagnose",
-    "verbs.dryrun": "dryrun",
     "verbs.exam": "ExamRequest exam",
-    "verbs.export": "export",
+    "verbs.export": "SupportRequest export support",
     "verbs.fit": "fit score suggest_runs",
     "verbs.flops": "FlopsRequest flops",
     "verbs.front": "front largest",
     "verbs.one_rank": "one_rank",
     "verbs.plan": "explain fit_check plan stacks",
-    "verbs.predict": "predict predict_table",
+    "verbs.predict": "dryrun predict predict_table",
     "verbs.report": "lint lint_rules report",
     "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
     "verbs.requests": "ClusterRequest DiagnoseRequest FitRequest PlanRequest "
@@ -108,7 +105,6 @@ _MODULES = {
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
     "verbs.shapes": "cluster clusters gpus model models",
-    "verbs.support": "SupportRequest support",
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",

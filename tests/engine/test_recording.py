@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.result.files import curve
 from fourfold.result.job import Job
-from fourfold.result.traces import TRACE_KEY, TracedRun, trace_path, trace_window
+from fourfold.result.trace import TRACE_KEY, TracedRun, trace_path, trace_window
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold import options
 from fourfold.cli import command_parser
-from fourfold.page.command import bench_command, plan_command
+from fourfold.page.run_details import bench_command, plan_command
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout

@@ -25,7 +25,6 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.page import planner
-from fourfold.page.command import layout_table, plan_command
 from fourfold.page.guard import Served
 from fourfold.page.planner import (
     MOST_WAYS,
@@ -36,6 +35,7 @@ from fourfold.page.planner import (
     count_ways,
     first_look,
 )
+from fourfold.page.run_details import layout_table, plan_command
 from fourfold.page.serve import Views, app, plan_request
 from fourfold.result.files import curve
 from fourfold.result.files.store import Store

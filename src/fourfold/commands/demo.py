@@ -48,9 +48,9 @@ def run(args: Any, show: OnEvent) -> Output:
 
 def _write_page(out: Path, show: OnEvent, *, browser: bool) -> None:
     """Of this demo's runs and earlier ones; without plotly the demo has only its table."""
-    from fourfold.page.command import report_command
     from fourfold.page.document import check_page, write_page
     from fourfold.page.report import report_page
+    from fourfold.page.run_details import report_command
 
     request = ReportRequest(runs=str(out / RUNS))
     path = str(out / PAGE)

@@ -58,9 +58,9 @@ def run(args: Any, show: OnEvent) -> Output:
 
 
 def _paged(args: Any, request: ReportRequest, show: OnEvent) -> Any:
-    from fourfold.page.command import report_command
     from fourfold.page.document import check_page, write_page
     from fourfold.page.report import report_page
+    from fourfold.page.run_details import report_command
 
     check_page(args.html, force=bool(args.force))
     answer = fourfold.report(request, on_event=show)

@@ -13,7 +13,7 @@ from fourfold import options
 from fourfold.events import OnEvent
 from fourfold.output import Output
 from fourfold.show.table import Part, table
-from fourfold.verbs.support import Support, SupportRequest, SupportRow
+from fourfold.verbs.export import Support, SupportRequest, SupportRow
 
 EXAMPLES = """\
 examples:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.launch.claim import number_of
 from fourfold.launch.folder import end_processes_of
+from fourfold.launch.identity import number_of
 from fourfold.launch.local import Launcher, run_job
 from fourfold.launch.permit import Permit, kind_of
 from fourfold.launch.queue import Queue

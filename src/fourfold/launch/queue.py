@@ -17,9 +17,9 @@ from pathlib import Path
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, same_batch
-from fourfold.launch.claim import Claim, ScriptFolders, claim, number_of
 from fourfold.launch.command import stop_signals
 from fourfold.launch.folder import job_folder
+from fourfold.launch.identity import Claim, ScriptFolders, claim, number_of
 from fourfold.launch.slurm import Slurm, has_run, script_of, submitted
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec

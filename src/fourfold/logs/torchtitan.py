@@ -11,11 +11,16 @@ import re
 
 from fourfold.logs import tables
 from fourfold.logs.book import Book
-from fourfold.logs.experts import titan_layout, titan_placed
+from fourfold.logs.experts import (
+    configured_sizes,
+    printed_sizes,
+    sizes_by_count,
+    titan_layout,
+    titan_placed,
+)
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Nested, number, whole, words_of
 from fourfold.logs.series import StepLine
-from fourfold.logs.titan_model import configured_sizes, printed_sizes, sizes_by_count
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import fourfold
 from fourfold.events import OnEvent
 from fourfold.page import document
-from fourfold.page.command import plan_command
-from fourfold.page.run_details import MOST_EVENTS, timeline_data
+from fourfold.page.run_details import MOST_EVENTS, plan_command, timeline_data
 from fourfold.search.plan_answer import TRAINING, plain
 from fourfold.show import plan as shown
 from fourfold.show.plan_notes import capacities

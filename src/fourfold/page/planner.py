@@ -18,8 +18,8 @@ from typing import Any
 import fourfold
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.errors import UserError
-from fourfold.page.command import layout_table, plan_command
 from fourfold.page.plan import plan_data
+from fourfold.page.run_details import layout_table, plan_command
 from fourfold.search.compare import WORTH_TRYING
 from fourfold.spec.layout import AXES, SIZES
 from fourfold.verbs.question import EXPORTED, resolved

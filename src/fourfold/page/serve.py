@@ -203,7 +203,7 @@ def message(error: Exception) -> str:
 
 def plan_fragment(data: dict[str, Any], wanted: PlanRequest, *, full: bool) -> str:
     """What replaces the last answer: its data, for the charts, and whether more is coming."""
-    from fourfold.page.command import plan_command
+    from fourfold.page.run_details import plan_command
 
     block = document.data_block("plan-data", data | {"command": plan_command(wanted), "full": full})
     if full:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.result.traces import TRACE_KEY, TracedRun
+from fourfold.result.trace import TRACE_KEY, TracedRun
 from fourfold.spec import catalog, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.model import ModelShape

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.result.traces import STEP_MARK
+from fourfold.result.trace import STEP_MARK
 from fourfold.traces.events import NamedRange
 from fourfold.traces.linked import Linked
 from fourfold.traces.parts import OPTIMIZER, simple_part

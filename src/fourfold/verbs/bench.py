@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
-from fourfold.result.traces import trace_path
+from fourfold.result.trace import trace_path
 from fourfold.search.legal import why_not
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec

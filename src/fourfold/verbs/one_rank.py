@@ -32,7 +32,7 @@ from fourfold.result.one_rank import (
 )
 from fourfold.result.profile import coefficients_of
 from fourfold.result.report import RunReport
-from fourfold.result.traces import trace_path
+from fourfold.result.trace import trace_path
 from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict

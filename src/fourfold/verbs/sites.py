@@ -13,8 +13,8 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob
-from fourfold.launch.claim import claim
 from fourfold.launch.folder import job_folder, scratch
+from fourfold.launch.identity import claim
 from fourfold.launch.local import JobError, require_torch
 from fourfold.launch.queue import Queue
 from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of

@@ -20,7 +20,7 @@ from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
-from fourfold.result.traces import trace_window
+from fourfold.result.trace import trace_window
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info

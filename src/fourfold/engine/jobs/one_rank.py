@@ -29,7 +29,7 @@ from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
-from fourfold.result.traces import numbered
+from fourfold.result.trace import numbered
 from fourfold.spec.run import RunSpec
 
 _KERNELS_ALONE_S = {"cuda": 2.0, "cpu": 0.5}

@@ -30,7 +30,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.result.job import RankFacts
 from fourfold.result.machine import Sampler
 from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport
-from fourfold.result.traces import numbered
+from fourfold.result.trace import numbered
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
 _COUNTED_STEPS = 2

@@ -19,7 +19,7 @@ from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.files import refused
-from fourfold.result.traces import STEP_MARK, TRACE_KEY, TracedRun, trace_window
+from fourfold.result.trace import STEP_MARK, TRACE_KEY, TracedRun, trace_window
 from fourfold.spec import codec
 
 

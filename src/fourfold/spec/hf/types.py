@@ -8,8 +8,7 @@ from functools import partial
 
 from fourfold.errors import UserError
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.experts import EXPERT_TYPES
-from fourfold.spec.hf.mpt import mpt
+from fourfold.spec.hf.experts import EXPERT_TYPES, mpt
 from fourfold.spec.hf.parts import (
     POSITIONS,
     Fields,
