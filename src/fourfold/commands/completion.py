@@ -15,6 +15,7 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.spec import catalog
 
 EXAMPLES = """\
 install:
@@ -22,46 +23,8 @@ install:
   zsh    echo 'eval "$(fourfold completion zsh)"' >> ~/.zshrc     (after compinit)
   fish   fourfold completion fish > ~/.config/fish/completions/fourfold.fish
 """
-_BASH = """\
-_fourfold() {
-    local word
-    COMPREPLY=()
-    while IFS= read -r word; do
-        COMPREPLY+=("$word")
-    done < <("${COMP_WORDS[0]/#\\~/$HOME}" completion words \\
-        "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-}
-complete -o bashdefault -o default -F _fourfold fourfold ./fourfold
-"""
-_ZSH = """\
-#compdef fourfold
-_fourfold() {
-    local -a found
-    found=("${(@f)$("${words[1]/#\\~/$HOME}" completion words \\
-        "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -n "${found[1]}" ]]; then
-        compadd -a found
-    else
-        _files
-    fi
-}
-if [[ "${funcstack[1]}" == _fourfold ]]; then
-    _fourfold "$@"
-else
-    compdef _fourfold fourfold
-fi
-"""
-_FISH = """\
-function __fourfold_complete
-    set -l before (commandline -opc)
-    set -l current (commandline -ct)
-    test (count $current) -eq 0; and set current ''
-    $before[1] completion words $before[2..-1] $current 2>/dev/null
-end
-complete -c fourfold -f -n 'count (__fourfold_complete) >/dev/null' -a '(__fourfold_complete)'
-"""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-_KNOWN = {"convention": (*CONVENTIONS, *ALIASES), "shell": (*_SCRIPTS,)}
+SHELLS = ("bash", "zsh", "fish")
+_KNOWN = {"convention": (*CONVENTIONS, *ALIASES), "shell": SHELLS}
 OPTIONS = (
     option("shell", "shell: bash, zsh or fish", "{bash,zsh,fish}", nargs="?"),
     # 'completion words ...' is what the scripts call: what follows 'fourfold', up to the cursor.
@@ -72,11 +35,11 @@ OPTIONS = (
 def run(args: Any, show: OnEvent) -> Output:
     if args.shell == "words":
         return Output(raw="".join(f"{word}\n" for word in candidates(args.words)))
-    if args.shell not in _SCRIPTS or args.words:
+    if args.shell not in SHELLS or args.words:
         asked = " ".join([args.shell, *args.words]) if args.shell else None
         rule = "has no completion script" if asked else "is required"
-        raise UserError(rule, field="shell", value=asked, hint=f"use {', '.join(_SCRIPTS)}")
-    return Output(raw=_SCRIPTS[args.shell])
+        raise UserError(rule, field="shell", value=asked, hint=f"use {', '.join(SHELLS)}")
+    return Output(raw=catalog.text(f"completion/fourfold.{args.shell}"))
 
 
 def candidates(typed: list[str]) -> list[str]:

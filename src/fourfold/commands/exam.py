@@ -18,6 +18,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.page.document import asset, grid_html, still_document
 from fourfold.show.table import Column, Grid, Part, or_dash, render, table
 from fourfold.verbs.exam import ExamRequest
 
@@ -130,30 +131,7 @@ def exam_page(answer: Exam, style: str) -> str:
         written = [render(*one, style) if isinstance(one, Grid) else one for one in parts]
         return "\n".join(["# Exam of planners", "", *written]) + "\n"
     body = "\n".join(
-        _html(one) if isinstance(one, Grid) else f"<p>{escape(one)}</p>" for one in parts if one
+        grid_html(one) if isinstance(one, Grid) else f"<p>{escape(one)}</p>" for one in parts if one
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="generator" content="fourfold">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Exam of planners</title><style>{_STYLE}</style></head><body>\n"
-        f"<h1>Exam of planners</h1>\n{body}\n</body></html>\n"
-    )
-
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem;
-  padding: 0 1rem; }
-div { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-th, td { border: 1px solid #8885; padding: .3rem .5rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; } th { background: #8882; }
-"""
-
-
-def _html(grid: Grid) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in grid.headings)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in grid.rows
-    )
-    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    title = "Exam of planners"
+    return still_document(title=title, style=asset("exam.css"), body=f"<h1>{title}</h1>\n{body}\n")

@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 import fourfold
-from fourfold.page.document import MARK, asset, content_hash
+from fourfold.page.document import asset, grid_html, still_document
 from fourfold.show.diagnose import part_cells
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
@@ -26,16 +26,6 @@ _OTHER = "#8c8c8c"
 _WIDE, _HIGH = 1200.0, 34.0
 # More rectangles say no more; shorter ones than a thousandth of the step are joined.
 _MOST_SPANS = 4000
-_STYLE = """
-@media (prefers-color-scheme: dark) { :root { --bg: #0e1217; --panel: #171c23; --text: #e5eaf0;
-  --muted: #a0abb8; --line: #333c47; --code: #10151b; --shadow: none; color-scheme: dark; } }
-svg { width: 100%; height: auto; display: block; margin-top: 8px }
-svg text { fill: var(--text); font-size: 13px }
-.legend span { display: inline-block; margin: 4px 14px 0 0; font-size: 13px }
-.legend svg { width: 12px; height: 12px; display: inline-block; margin: 0 5px 0 0;
-  vertical-align: -1px }
-main > section { margin-top: 16px } li { margin: .5rem 0 } footer { padding-bottom: 24px }
-"""
 
 
 class _Bar(NamedTuple):
@@ -44,27 +34,19 @@ class _Bar(NamedTuple):
 
 
 def diagnosis_page(answer: Diagnosis) -> str:
-    style = asset("page.css") + _STYLE
-    policy = f"default-src 'none'; style-src {content_hash(style)}"
-    title = f"{answer.model}: {answer.verdict}"
     settings = ", ".join(f"{one.name} {one.value}" for one in answer.settings.values())
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-{MARK}
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{style}</style></head><body>
-<header><div class="head"><h1>{escape(answer.model)}</h1>
+    body = f"""<header><div class="head"><h1>{escape(answer.model)}</h1>
 <p class="sub">{escape(settings)}</p></div></header><main>
 <p class="answer">{escape(answer.verdict)}</p>
 {_section("Measured and expected step", _bars(_steps(answer)) + _legend(answer))}
 {_section("Causes and remedies", _causes(answer))}
 {_section("One step on the device", _timeline(answer.found))}
 {_ranks(answer)}
-{_section("Parts", _table(answer))}
+{_section("Parts", grid_html(part_cells(answer)))}
 </main><footer><p class="note">fourfold {fourfold.__version__}; {escape(answer.basis)}</p></footer>
-</body></html>
 """
+    title = f"{answer.model}: {answer.verdict}"
+    return still_document(title=title, style=asset("page.css") + asset("diagnose.css"), body=body)
 
 
 def _section(title: str, inner: str) -> str:
@@ -182,12 +164,3 @@ def _ranks(answer: Diagnosis) -> str:
         pieces = [("products", row.busy_s), ("communication", row.exposed_s)]
         bars.append(_Bar(f"rank {row.rank}", [*pieces, ("waiting", row.waiting_s), ("rest", rest)]))
     return _section("Ranks: computing, exposed communication, waiting", _bars(bars))
-
-
-def _table(answer: Diagnosis) -> str:
-    grid = part_cells(answer)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in grid.headings)
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'

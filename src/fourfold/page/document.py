@@ -20,6 +20,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import json_text, visible
 from fourfold.events import Event, OnEvent
+from fourfold.show.table import Grid
 
 CORE_SCRIPTS = ("core.js", "chart.js", "grid.js")
 # plotly adds a style for maps under an id of 64 digits unless the page has one; it draws no maps.
@@ -84,6 +85,27 @@ def document(
 </body>
 </html>
 """
+
+
+def still_document(*, title: str, style: str, body: str) -> str:
+    """A page without scripts; `body` is markup of this package, the title text."""
+    policy = f"default-src 'none'; style-src {content_hash(style)}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+{MARK}
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{style}</style></head><body>
+{body}</body></html>
+"""
+
+
+def grid_html(grid: Grid) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in grid.headings)
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def policy(scripts: list[str], styles: list[str], connect: bool) -> str:

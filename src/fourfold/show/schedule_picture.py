@@ -9,27 +9,13 @@ from typing import TYPE_CHECKING
 
 from fourfold.cost.schedule import Action, ActionTime, Timeline
 from fourfold.show.pictures import content, empty_figure, must_be_picture
+from fourfold.spec import catalog
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".html", ".png")
-_STYLE = """\
-body { font: 14px system-ui, sans-serif; margin: 20px; color: #222; background: #fff }
-h1 { font-size: 17px; margin: 0 0 10px }
-.key span { display: inline-block; margin-right: 18px }
-.key i { display: inline-block; width: 14px; height: 14px; margin-right: 5px }
-.key i { vertical-align: -2px }
-.chart { display: flex; margin-top: 12px }
-.scroll { overflow-x: auto }
-svg { display: block; flex: none }
-text { font: 11px system-ui, sans-serif; fill: #222 }
-.number { text-anchor: middle; pointer-events: none }
-.tick { fill: #666 }
-line { stroke: #999 }
-pre { white-space: pre-wrap }
-"""
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to input", "W": "weight gradients"}
 _COLORS = {"F": (59, 110, 165), "B": (201, 111, 45), "I": (201, 111, 45), "W": (72, 140, 92)}
 # Pixels of the page: a row, a box of middling length, the narrowest with a number, the widest page.
@@ -92,7 +78,7 @@ def _page(line: Timeline) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(line.name)}: {line.schedule}</title>
 <style>
-{_STYLE}</style></head><body>
+{catalog.text("timeline.css")}</style></head><body>
 <h1>{escape(title(line))}</h1>
 <p class="key">{_key(line)}</p>
 <div class="chart">

@@ -157,35 +157,11 @@ class Site:
         return [f"--{name}={value}" for name in _WORDS if (value := getattr(self, name))]
 
 
-_START = """\
-# How this cluster's Slurm wants jobs: --on FILE, or --on NAME for {folder}/NAME.toml.
-# Every line is optional; docs/running.md lists all.
-# account = ""
-# partition = ""
-# qos = ""
-# reservation = ""
-# constraint = ""
-# time = "01:00:00"
-# mem = "0"              # all memory of a node, where the default is a share of it
-gpus_per_node = {gpus_per_node}
-# ask_gpus = "gres"      # --gres=gpu:N instead of --gpus-per-node=N; "no": whole nodes have them
-# gpu_type = "h100"      # --gpus-per-node=h100:N, where a partition has several
-# cpus_per_rank = 8
-# exclusive = false      # a neighbour's job is then measured too
-# prelude = ["module purge", "module load pytorch"]
-# python = "/path/of/python"  # on the nodes or in the container, with torch and fourfold
-# wrapper = ["apptainer", "exec", "--nv", "--bind", "/scratch", "image.sif"]
-# srun = ["--container-image=image.sqsh", "--container-mounts=/scratch:/scratch"]  # pyxis
-# interface = "ib0"
-# extra = ["--hint=nomultithread", "--mail-type=END"]
-# queue = "allocation"   # a sweep's runs follow each other in one job
-{cluster}"""
-
-
 def site_start(gpus_per_node: int, cluster: str = "") -> str:
     """A site file to complete; `cluster`: the file by which its runs are predicted."""
     line = toml_text({"cluster": cluster}) if cluster else ""
-    return _START.format(folder=own_folder(), gpus_per_node=gpus_per_node, cluster=line)
+    text = catalog.text("site.txt")
+    return text.format(folder=own_folder(), gpus_per_node=gpus_per_node, cluster=line)
 
 
 def own_folder() -> str:
