@@ -78,7 +78,6 @@ HONEST = {
         ("shardings", f"conformance/ranks/adapters/{engine}.py"): "what the engine has of them"
         for engine in ("own", "zero")
     },
-    ("axes", "logs/mapping.py"): "headings that people use for each column",
     ("axes", "logs/row.py"): "columns without which a row is incomplete",
     ("reference columns", "logs/row.py"): "columns without which a row is incomplete",
 }

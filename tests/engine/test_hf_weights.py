@@ -30,8 +30,9 @@ from fourfold.engine.parallel.shards import (
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.experts import Latent, Moe
-from fourfold.spec.hf.shapes import config_of, shape_from_config
+from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import approximation, export_type
+from fourfold.spec.hf.written import config_of
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 
 SEQ_LEN = 32

@@ -15,7 +15,8 @@ from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
-from fourfold.spec.hf.shapes import config_of, shape_from_config
+from fourfold.spec.hf.shapes import shape_from_config
+from fourfold.spec.hf.written import config_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import RopeScaling
 from fourfold.spec.policy import Policy

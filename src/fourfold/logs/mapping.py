@@ -21,54 +21,15 @@ from typing import Any
 from fourfold.errors import UserError, nearest
 from fourfold.logs.nested import number
 from fourfold.logs.row import COLUMNS, NEEDED, Row, require_column, text_of
-from fourfold.spec import codec
+from fourfold.spec import catalog, check, codec
 
-# Headings that people use, in lower case without blanks, dashes and underscores.
-_HEADINGS = {
-    "row_id": "id run runid name runname jobid experiment",
-    "stack": "engine framework software",
-    "cluster": "system machine site",
-    "hardware": "gpu gputype gpumodel gpuname device devicetype accelerator",
-    "gpus_per_node": "gpuspernode devicespernode ngpuspernode",
-    "model": "modelname arch architecture",
-    "n_layers": "layers numlayers nlayer depth numhiddenlayers",
-    "d_model": "hidden hiddensize dim hdim embdim nembd nhidden hiddendim",
-    "n_heads": "heads numheads attentionheads numattentionheads nhead",
-    "n_kv_heads": "kvheads numkvheads numkeyvalueheads numquerygroups",
-    "d_ff": "ffn ffnhiddensize intermediatesize ffndim mlpdim",
-    "vocab": "vocabsize paddedvocabsize",
-    "seq_len": "seq seqlen seqlength sequencelength maxseqlen contextlength context ctx",
-    "n_gpus": "gpus worldsize numgpus world ndevices numdevices",
-    "tp": "tpsize tensorparallel tensormodelparallelsize tensor tpdegree",
-    "cp": "cpsize contextparallel contextparallelsize cpdegree",
-    "pp": "ppsize pipeline pipelineparallel pipelinemodelparallelsize ppdegree stages",
-    "vpp": "virtualpipeline virtualpipelinemodelparallelsize interleave virtualstages",
-    "dp": "dpsize dataparallel dataparallelsize dpdegree",
-    "sharding": "zero zerostage fsdp shardingstrategy zs",
-    "mbs": "mb microbatch microbatchsize ubatch ubs devicetrainmicrobatchsize",
-    "gbs": "gb globalbatch globalbatchsize batchsize bs globaltrainbatchsize",
-    "precision": "dtype prec mixedprecision",
-    "act_ckpt": "recompute activationcheckpointing actckpt ac checkpointing gradckpt",
-    "attention": "attn attnimpl attentionbackend",
-    "step_s": "steptime itertime iterationtime secperiter seciter secperit sit secondsperstep "
-              "timeperiteration timeperstep elapsed steptimes iters steps stepms iterms "
-              "iterationtimems steptimems msperiter msperstep secperstep sstep",
-    "tokens_s_gpu": "tokenspersecpergpu tokenssgpu tps tokspergpu tgs tokensspergpu",
-    "tflops_gpu": "tflops tflopspergpu tflopsgpu",
-    "mem_gb": "mem memory memgb memgib memorygb memorygib peakmem peakmemory maxmem",
-    "status": "result outcome state",
-    "note": "notes comment comments",
-}  # fmt: skip
+_NAMES = catalog.data("columns.toml")
 _UNITS = {
     "step_s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0},
     "mem_gb": {"GiB": 1.0, "GB": 1.0, "MiB": 1 / 1024, "MB": 1 / 1024, "bytes": 2.0**-30},
     "tokens_s_gpu": {"1": 1.0, "k": 1e3},
 }
-_ENDS = {
-    "ok": "ok", "success": "ok", "completed": "ok", "done": "ok", "pass": "ok",
-    "oom": "oom", "outofmemory": "oom", "fail": "fail", "failed": "fail", "crash": "fail",
-    "error": "fail", "hang": "hang", "timeout": "hang",
-}  # fmt: skip
+_ENDS = {word: end for end, said in _NAMES["ends"].items() for word in said.split()}
 # Innermost pairs alone: without an end, one bracket after the other would look for it.
 _BRACKETS = re.compile(r"[\[(][^\[\]()]*[\])]")
 
@@ -124,14 +85,13 @@ def read_mapping(text: str) -> ColumnMap:
 
 def _table(data: Any, name: str) -> Mapping[str, Any]:
     found = data.get(name, {}) if name else data
-    if not isinstance(found, dict):
-        raise UserError("must be a table", field=name or "values", value=found)
+    check.that(isinstance(found, dict), name or "values", found, "must be a table")
     return found
 
 
 def propose(headings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(field -> heading, headings that nobody understands), from the headings alone."""
-    known = {word: name for name, words in _HEADINGS.items() for word in words.split()}
+    known = {word: name for name, words in _NAMES["headings"].items() for word in words.split()}
     known |= {plain_heading(name): name for name in COLUMNS}
     found: dict[str, str] = {}
     strange = []
@@ -163,7 +123,7 @@ def proposal(headings: Sequence[str]) -> str:
     shape = ("n_layers", "d_model", "n_heads", "vocab")
     if "model" not in found and any(name in missing for name in shape):
         lines.append('# model = "llama-3.1-8b"  # a known model fills in its sizes')
-    lines += [f"# {name} = {_EXAMPLES.get(name, 1)}" for name in missing]
+    lines += [f"# {name} = {json.dumps(_NAMES['examples'].get(name, 1))}" for name in missing]
     if "hardware" in found:
         lines += [
             "",
@@ -171,13 +131,6 @@ def proposal(headings: Sequence[str]) -> str:
         ]
         lines.append('# A100 = "a100-80gb"')
     return "\n".join([*lines, ""])
-
-
-_EXAMPLES = {
-    "stack": '"megatron-lm"', "hardware": '"h100-80gb"', "sharding": '"zero1"',
-    "precision": '"bf16"', "act_ckpt": '"none"', "cluster": '"mine"', "n_layers": 32,
-    "d_model": 4096, "n_heads": 32, "vocab": 128256, "seq_len": 4096, "n_gpus": 8, "gbs": 128,
-}  # fmt: skip
 
 
 def _unit_of(name: str, heading: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from fourfold import door
 from fourfold.errors import UserError
 from fourfold.result.record import Record
-from fourfold.spec import catalog
+from fourfold.spec import catalog, check
 from fourfold.spec.codec import decode_value
 
 SCHEMA_VERSION = 1
@@ -87,8 +87,7 @@ def _block(data: object, path: str) -> Table | Text:
         return Text(decode_value(_TEXTS, data["text"], f"{path}.text"))
     if not isinstance(data, dict) or set(data) != {"headings", "rows"}:
         raise UserError("must have 'text', or 'headings' and 'rows'", field=path)
-    if not isinstance(data["rows"], list):
-        raise UserError("must be a list", field=f"{path}.rows")
+    check.that(isinstance(data["rows"], list), f"{path}.rows", None, "must be a list")
     rows = []
     for number, row in enumerate(data["rows"]):
         rule = isinstance(row, dict) and set(row) == {"rule"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fourfold.cost.count.params import active_params, model_params
 from fourfold.result.record import OWN_STACK, REFERENCE_COLUMNS, Record, Style
 from fourfold.result.report import published_word
+from fourfold.spec import catalog
 from fourfold.tables import cells
 from fourfold.tables.document import Table
 from fourfold.tables.shape import shape_of
@@ -177,21 +178,10 @@ TOPOLOGY = (
 )  # fmt: skip
 # The same under names of other logs and spreadsheets.
 _OTHER_NAMES = {
-    "# gpus": "gpus", "ngpus": "gpus", "model": "label", "zero": "sharding",
-    "vpp": "virtual_stages", "nheads": "heads", "heads": "heads", "nhidden": "hidden",
-    "hidden": "hidden", "layers": "layers", "nlayers": "layers", "seqlen": "seq_len",
-    "seq len": "seq_len", "seq": "seq_len", "s/it": "step_s", "tflops/gpu": "tflops_gpu",
-    "note": "note", "precision": "precision", "s/iter": "step_s", "sec/iter": "step_s",
-    "sec_per_iter": "step_s", "s/step": "step_s", "sec/step": "step_s", "step_s": "step_s",
-    "step time (s)": "step_s", "iter time (s)": "step_s", "tflop/s/gpu": "tflops_gpu",
-    "tflops_gpu": "tflops_gpu", "tflop/s": "tflops_gpu", "micro_batch": "micro_batch",
-    "micro batch": "micro_batch", "micro_batch_size": "micro_batch", "global_batch": "global_batch",
-    "global batch": "global_batch", "global_batch_size": "global_batch", "seq_len": "seq_len",
-    "sequence_length": "seq_len", "mem_gb": "mem_gb", "memory (gb)": "mem_gb", "mem (gb)": "mem_gb",
-    "sharding": "sharding", "tokens/s/gpu": "tokens_s_gpu", "tok/s/gpu": "tokens_s_gpu",
-    "tokens_s_gpu": "tokens_s_gpu", "n_gpus": "gpus", "num_gpus": "gpus", "num_layers": "layers",
-    "hidden_size": "hidden",
-}  # fmt: skip
+    heading: field
+    for field, headings in catalog.data("columns.toml")["topology"].items()
+    for heading in headings
+}
 # Heading in lower case -> field, by style.
 _FIELDS: dict[str, dict[str, str]] = {
     "mpt": {column.heading.lower(): column.field for column in (*MPT, EQUIVALENCE, SETTINGS)},

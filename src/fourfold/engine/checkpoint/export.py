@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from fourfold import files
 from fourfold.engine.checkpoint.hf_read import CONFIG, INDEX, WHOLE, safetensors, theirs
 from fourfold.errors import UserError
-from fourfold.spec.hf.shapes import config_of
 from fourfold.spec.hf.tensors import Spot, export_type
+from fourfold.spec.hf.written import config_of
 from fourfold.spec.model import ModelShape
 
 # transformers' own habit.

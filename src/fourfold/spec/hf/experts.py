@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.spec import check
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
 from fourfold.spec.hf.parts import Fields, ModelType, qwen_windows, rope, sizes, windows
@@ -59,10 +60,9 @@ def _mpt_positions(config: Config, attention: Config) -> dict[str, Any]:
         return {"kind": "alibi"}
     if attention.flag("rope", default=False):
         return {"kind": "rope", "theta": attention.number("theta", "rope_theta", default=10000.0)}
-    if not config.flag("learned_pos_emb", default=True):
-        rule = "leaves the model without positions, which is not modelled"
-        hint = "set alibi, rope or learned_pos_emb"
-        raise UserError(rule, field="learned_pos_emb", value=False, hint=hint)
+    rule = "leaves the model without positions, which is not modelled"
+    hint = "set alibi, rope or learned_pos_emb"
+    check.that(config.flag("learned_pos_emb", default=True), "learned_pos_emb", False, rule, hint)
     return {"kind": "learned", "length": config.whole("positions.length", "max_seq_len")}
 
 
@@ -113,12 +113,10 @@ def _leading(config: Config, name: str) -> int:
     _, listed = config.find(name)
     if not listed:
         return 0
-    if not isinstance(listed, list) or sorted(map(str, listed)) != sorted(
-        map(str, range(len(listed)))
-    ):
-        raise UserError(
-            "must name the first layers, or none", field=config.path(name), value=listed
-        )
+    rule = "must name the first layers, or none"
+    check.that(isinstance(listed, list), config.path(name), listed, rule)
+    first = sorted(map(str, listed)) == sorted(map(str, range(len(listed))))
+    check.that(first, config.path(name), listed, rule)
     return len(listed)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.spec import check
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
 from fourfold.spec.model import Variant
@@ -98,9 +99,8 @@ def _listed(config: Config, layers: int) -> int | None:
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         rule = "contains attention other than full and sliding, which is not modelled"
         raise UserError(rule, field=name, value=kinds)
-    if len(kinds) != layers:
-        rule = f"must have one entry for each of {layers} layers"
-        raise UserError(rule, field=name, value=len(kinds))
+    rule = f"must have one entry for each of {layers} layers"
+    check.that(len(kinds) == layers, name, len(kinds), rule)
     return kinds.count("sliding_attention")
 
 
@@ -180,8 +180,7 @@ def rotary_dims(config: Config, head_size: int, default: int) -> float:
     """GPT-J's kin say how many channels of a head turn, not which share."""
     name, value = config.find("rotary_dim")
     dims = decode_value(float, default if value is None else value, name)
-    if not 0 < dims <= head_size:
-        raise UserError(f"must be from 1 to {head_size}, the head size", field=name, value=dims)
+    check.that(0 < dims <= head_size, name, dims, f"must be from 1 to {head_size}, the head size")
     return dims / head_size
 
 

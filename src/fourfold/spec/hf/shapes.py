@@ -1,4 +1,4 @@
-"""Model shapes <-> config.json of Hugging Face: exactly, or refused with the reason.
+"""Model shapes from config.json of Hugging Face: exactly, or refused with the reason.
 
 Absent fields take the model type's own default, except dropout, and windows where the type can do
 without. Of unknown fields only those whose name speaks of the shape are refused.
@@ -7,15 +7,13 @@ without. Of unknown fields only those whose name speaks of the shape are refused
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.expert_tensors import expert_words
 from fourfold.spec.hf.experts import EXPERT_TYPES, UNKNOWN
-from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.hf.types import TYPES
 from fourfold.spec.model import ModelShape, Variant
 
@@ -115,8 +113,7 @@ def _refuse_unmodelled(data: dict[str, Any], config: Config) -> None:
         if has_experts and _READ_WITH_EXPERTS.fullmatch(name):
             continue
         for pattern, (reason, hint) in _REFUSED.items():
-            if re.fullmatch(pattern, name):
-                raise UserError(reason, field=f"{path}{name}", value=value, hint=hint)
+            check.that(not re.fullmatch(pattern, name), f"{path}{name}", value, reason, hint)
         for pattern, variant in _VARIANTS.items():
             if re.fullmatch(pattern, name):
                 config.used.add(f"{path}{name}")
@@ -173,124 +170,3 @@ def _language_model(data: dict[str, Any]) -> dict[str, Any]:
     inner = data["text_config"]
     ties = {name: data[name] for name in ("tie_word_embeddings",) if name in data}
     return ties | _LEFT_OUT.get(str(inner.get("model_type")), {}) | inner
-
-
-def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """`seq_len` is the longest a model without a table of positions was trained on; `dtype` is
-    that of the weights, in torch's words. No token means begin; which one ends a document is the
-    token file's to say."""
-    kind = export_type(model)
-    architecture, made = _MAKERS[kind]
-    return {
-        "architectures": [architecture],
-        "model_type": kind,
-        "vocab_size": model.vocab,
-        "tie_word_embeddings": model.tied,
-        "torch_dtype": dtype,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **made(model, seq_len),
-    }
-
-
-def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int], dict[str, Any]]:
-    """Llama's words but for those that a type does not have, and its own."""
-
-    def made(model: ModelShape, seq_len: int) -> dict[str, Any]:
-        shared = {k: v for k, v in _llama(model, seq_len).items() if k not in names}
-        own = {name: value(model) if callable(value) else value for name, value in more.items()}
-        return shared | own
-
-    return made
-
-
-def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    scaling = model.positions.scaling
-    rope_scaling: dict[str, Any] | None = None
-    if scaling is not None:
-        rope_scaling = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope_scaling |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_length,
-            }
-    return {
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "max_position_embeddings": max(seq_len, model.positions.made_for or 0),
-        "rope_theta": model.positions.theta,
-        "rope_scaling": rope_scaling,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.biased("qkv"),
-        "mlp_bias": model.biased("mlp"),
-    }
-
-
-def _gpt2(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    return {
-        "n_embd": model.hidden,
-        "n_inner": model.ffn,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_positions": model.positions.length or seq_len,
-        "layer_norm_epsilon": model.norm_eps,
-        "activation_function": "gelu",
-        # Its own defaults are 0.1.
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-
-
-def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    return {
-        "d_model": model.hidden,
-        "n_layers": model.layers,
-        "n_heads": model.heads,
-        "expansion_ratio": model.ffn // model.hidden,
-        "max_seq_len": seq_len,
-        "layer_norm_epsilon": model.norm_eps,
-        "no_bias": True,
-        "learned_pos_emb": False,
-        "norm_type": "low_precision_layernorm",
-        "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"},
-    }
-
-
-def _routed(kind: str) -> Callable[[ModelShape, int], dict[str, Any]]:
-    plain = ("mlp_bias",) if kind != "mixtral" else ("mlp_bias", "attention_bias")
-    shared = _without(plain)
-    return lambda model, seq_len: shared(model, seq_len) | expert_words(kind, model)
-
-
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", _llama),
-    "mistral": (
-        "MistralForCausalLM",
-        _without(("attention_bias", "mlp_bias"), sliding_window=lambda model: model.window),
-    ),
-    "qwen2": ("Qwen2ForCausalLM", _without(("attention_bias", "mlp_bias"), **_NO_WINDOW)),
-    "qwen3": ("Qwen3ForCausalLM", _without(("mlp_bias",), **_NO_WINDOW)),
-    "olmo2": ("Olmo2ForCausalLM", _without(("mlp_bias",))),
-    "mixtral": ("MixtralForCausalLM", _routed("mixtral")),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _routed("qwen3_moe")),
-    "olmoe": ("OlmoeForCausalLM", _routed("olmoe")),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", _routed("deepseek_v2")),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _routed("deepseek_v3")),
-    "gpt2": ("GPT2LMHeadModel", _gpt2),
-    "mpt": ("MptForCausalLM", _mpt),
-    "starcoder2": (
-        "Starcoder2ForCausalLM",
-        _without(
-            ("rms_norm_eps", "attention_bias", "mlp_bias"), hidden_act="gelu", sliding_window=None,
-            norm_epsilon=lambda model: model.norm_eps, use_bias=lambda model: model.biased("mlp"),
-        ),
-    ),
-}  # fmt: skip

@@ -1,4 +1,5 @@
-"""Places of our tensors in a Hugging Face model: names, fusions and transposes as tables.
+"""Places of our tensors in a Hugging Face model: names, fusions and transposes, by tables; and the
+type of model that computes what a shape says.
 
 Ours are the published tensors of cost/count/params.py, matrices [out, in]. Several of ours in one
 of theirs lie one after the other along `out`. Rotary halves are paired alike in both.
@@ -11,109 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec.hf.expert_tensors import (
-    EXPERT_MODULES,
-    EXPERTS_COMPUTED,
-    Q_FROM_LATENT,
-    expert_facts,
-    same,
-)
+from fourfold.spec import catalog
+from fourfold.spec.experts import Moe
 from fourfold.spec.model import VARIANTS, ModelShape
 
-_LLAMA = {
-    "embedding": "model.embed_tokens",
-    "attention_norm": "model.layers.{}.input_layernorm",
-    "attention.q": "model.layers.{}.self_attn.q_proj",
-    "attention.k": "model.layers.{}.self_attn.k_proj",
-    "attention.v": "model.layers.{}.self_attn.v_proj",
-    "attention.out": "model.layers.{}.self_attn.o_proj",
-    "mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "mlp.gate": "model.layers.{}.mlp.gate_proj",
-    "mlp.up": "model.layers.{}.mlp.up_proj",
-    "mlp.down": "model.layers.{}.mlp.down_proj",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
-_QWEN3 = _LLAMA | {
-    "attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "attention.k_norm": "model.layers.{}.self_attn.k_norm",
-}
-_OLMO2 = _QWEN3 | {
-    "attention_norm": "model.layers.{}.post_attention_layernorm",
-    "mlp_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_QKV = ("attention.q", "attention.k", "attention.v")
-_PHI3 = _LLAMA | {
-    **dict.fromkeys(_QKV, "model.layers.{}.self_attn.qkv_proj"),
-    **dict.fromkeys(("mlp.gate", "mlp.up"), "model.layers.{}.mlp.gate_up_proj"),
-}
-_STARCODER2 = {module: name for module, name in _LLAMA.items() if module != "mlp.gate"} | {
-    "mlp.up": "model.layers.{}.mlp.c_fc",
-    "mlp.down": "model.layers.{}.mlp.c_proj",
-}
-_GPT2 = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
-    "attention_norm": "transformer.h.{}.ln_1",
-    **dict.fromkeys(_QKV, "transformer.h.{}.attn.c_attn"),
-    "attention.out": "transformer.h.{}.attn.c_proj",
-    "mlp_norm": "transformer.h.{}.ln_2",
-    "mlp.up": "transformer.h.{}.mlp.c_fc",
-    "mlp.down": "transformer.h.{}.mlp.c_proj",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_MPT = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",  # llm-foundry's own files; transformers knows only ALiBi
-    "attention_norm": "transformer.blocks.{}.norm_1",
-    **dict.fromkeys(_QKV, "transformer.blocks.{}.attn.Wqkv"),
-    "attention.out": "transformer.blocks.{}.attn.out_proj",
-    "mlp_norm": "transformer.blocks.{}.norm_2",
-    "mlp.up": "transformer.blocks.{}.ffn.up_proj",
-    "mlp.down": "transformer.blocks.{}.ffn.down_proj",
-    "final_norm": "transformer.norm_f",
-    "head": "lm_head",
-}
-# model_type -> our module -> theirs. Mistral's files are Llama's, and so are Qwen 2's.
-MODULES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _QWEN3,
-    "olmo2": _OLMO2,
-    "phi3": _PHI3,
-    "starcoder2": _STARCODER2,
-    "gpt2": _GPT2,
-    "mpt": _MPT,
-    **{kind: (_LLAMA if "_v" in kind else _QWEN3) | own for kind, own in EXPERT_MODULES.items()},
-}
-# What the implementations of transformers compute, in the words of a ModelShape.
-_GATED: dict[str, object] = {
-    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "heads divide hidden": True,
-}  # fmt: skip
-_COMPUTED: dict[str, dict[str, object]] = {
-    "llama": {**_GATED, "attention biases alike": True},
-    "mistral": {**_GATED, "bias": False, "attention biases alike": True, "window": "of all layers"},
-    "qwen2": {**_GATED, "bias": False, "qkv bias": True, "output bias": False},
-    "qwen3": {**_GATED, "bias": False, "attention biases alike": True, "qk_norm": "head"},
-    "olmo2": {
-        **_GATED, "bias": False, "attention biases alike": True, "qk_norm": "width",
-        "norms": "after",
-    },
-    "gpt2": {
-        "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True,
-        "kv_heads = heads": True, "heads x head size = hidden": True,
-    },
-    "mpt": {
-        "norm": "layernorm-nobias", "activation": "gelu", "positions": "alibi", "bias": False,
-        "kv_heads = heads": True, "heads x head size = hidden": True, "ffn = 4 x hidden": True,
-    },
-    **EXPERTS_COMPUTED,
-    "starcoder2": {
-        "norm": "layernorm", "activation": "gelu", "positions": "rope", "one bias for all": True,
-    },
-}  # fmt: skip
+
+def _tables(part: str) -> dict[str, dict[str, Any]]:
+    """Of data/hf_tensors.toml, by type, each with what it has of the one that it is like."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, table in catalog.data("hf_tensors.toml")[part].items():
+        own = dict(table)
+        like, without = found.get(own.pop("like", ""), {}), own.pop("without", ())
+        found[name] = {key: value for key, value in like.items() if key not in without} | own
+    return {name: table for name, table in found.items() if not name.startswith("_")}
+
+
+# model_type -> our module -> theirs, and what its implementation in transformers computes.
+MODULES, _COMPUTED = _tables("names"), _tables("computes")
+_Q_FROM_LATENT = "model.layers.{}.self_attn.q_b_proj"
 # Where a config.json names the form of its GELU, with the type's default; ours is the exact one.
 _GELU = {
     "gpt2": ("activation_function", "gelu_new"),
@@ -147,7 +63,7 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
     if leaf == "choice_bias":
         leaf = "e_score_correction_bias"
     if module == "attention.q" and model.latent is not None and model.latent.q_rank:
-        return Spot(f"{Q_FROM_LATENT.format(layer)}.{leaf}", 0, transposed=False)
+        return Spot(f"{_Q_FROM_LATENT.format(layer)}.{leaf}", 0, transposed=False)
     widths = {
         "attention.q": model.attention_width,
         "attention.k": model.kv_width,
@@ -226,3 +142,46 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
     }  # fmt: skip
     wrong = (pair for pair in wanted.items() if not same(pair[0], facts.get(pair[0]), pair[1]))
     return [f"{fact} is {want}" for fact, want in wrong]
+
+
+def expert_facts(model: ModelShape) -> dict[str, object]:
+    """What a type must be able to say of experts and latent attention."""
+    moe = model.moe
+    facts: dict[str, object] = {
+        "experts": "yes" if moe else "none", "latent": "yes" if model.latent else "none",
+    }  # fmt: skip
+    if moe is None:
+        return facts
+    return facts | {
+        "shared experts": _shared(model, moe),
+        "every": moe.every,
+        "dense first": moe.dense_first,
+        "normalised": moe.normalised,
+        "drops": "some" if moe.capacity else "none",
+        "router": _router(moe),
+        "experts as wide as ffn": moe.ffn == model.ffn,
+    }
+
+
+def _shared(model: ModelShape, moe: Moe) -> str:
+    if not moe.shared_ffn:
+        return "none"
+    return "some" if moe.shared_ffn % moe.ffn == 0 and not moe.shared_gate else "odd"
+
+
+def _router(moe: Moe) -> str:
+    grouped = moe.groups > 1
+    if moe.score == "softmax" and not moe.choice_bias:
+        if not grouped:
+            return "softmax" if moe.scale == 1 else "softmax, scaled"
+        return "softmax, groups by their best" if moe.group_score == "best" else "other"
+    two = not grouped or moe.group_score == "best-two"
+    return "sigmoid and bias" if moe.choice_bias and two and moe.score == "sigmoid" else "other"
+
+
+def same(fact: str, have: object, want: object) -> bool:
+    """Of a router, softmax without groups is a case of softmax with them."""
+    if want == "any" or have == want:
+        return True
+    groups = "softmax, groups by their best"
+    return fact == "router" and want == groups and have in ("softmax", "softmax, scaled")
