@@ -99,9 +99,10 @@ def _rules() -> Iterator[tuple[str, str]]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else ""
+            is_check = isinstance(node.func, ast.Attribute) and node.func.attr == "that"
             fields = {keyword.arg for keyword in node.keywords}
-            if called.endswith("Error") and fields & {"field", "value"}:
-                rule = node.args[0]
+            if is_check or (called.endswith("Error") and fields & {"field", "value"}):
+                rule = node.args[3 if is_check else 0]
                 parts = rule.values if isinstance(rule, ast.JoinedStr) else [rule]
                 if isinstance(parts[0], ast.Constant):
                     yield f"{path.relative_to(SOURCE)}:{node.lineno}", str(parts[0].value)

@@ -198,12 +198,6 @@ def put_env(table: dict[str, Any], args: Any) -> None:
         codec.put(table, f"policy.env.{name}", value)
 
 
-def run_spec(table: Mapping[str, Any]) -> RunSpec:
-    if "model" not in table:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    return codec.load(RunSpec, dict(table))
-
-
 def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
     """The error as the command line's user knows its field: by the flag that set it, by --set, or
     by its path in the --spec file. `flags`: name in `args` -> flag."""

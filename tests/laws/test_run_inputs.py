@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fourfold import options
 from fourfold.cli import command_parser
 from fourfold.errors import UserError
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, run_of
 from tests.sampling import examples
 
 SPEC = """\
@@ -58,7 +58,7 @@ VALUES = [
 def described(words: list[str]) -> RunSpec | None:
     parser = command_parser("dryrun")
     try:
-        return options.run_spec(options.run_table(parser.parse_args(words)))
+        return run_of(options.run_table(parser.parse_args(words)))
     except UserError:
         return None
 
@@ -70,7 +70,7 @@ assignments = st.tuples(
 
 def test_a_number_too_long_to_print_is_refused() -> None:
     with pytest.raises(UserError, match="must be a table"):
-        options.run_spec({"model": "llama-tiny", "batch": {"seq_len": 64, "ramp": 16**4000}})
+        run_of({"model": "llama-tiny", "batch": {"seq_len": 64, "ramp": 16**4000}})
 
 
 @settings(max_examples=examples(400))

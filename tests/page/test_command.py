@@ -17,7 +17,7 @@ from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, run_of
 from fourfold.verbs.requests import PlanRequest, decided
 
 from .sample import HOSTILE
@@ -68,7 +68,7 @@ RUNS = st.builds(
 def test_a_runs_command_runs_it_again(spec: RunSpec) -> None:
     args = read(bench_command(spec))
     table = options.run_table(args, extra=("steps", "warmup", "data", "tag", "note"))
-    assert options.run_spec(table) == spec
+    assert run_of(table) == spec
 
 
 def test_a_model_without_a_preset_has_its_file() -> None:

@@ -164,8 +164,7 @@ def _of(cls: Any, given: Mapping[str, Any]) -> Any:
         elif not isinstance(value, str | dict):
             raise UserError("must be a text or a table", field=name, value=value)
     missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*values}
-    if missing:
-        raise UserError("is required", field=", ".join(sorted(missing)))
+    check.given(not missing, ", ".join(sorted(missing)))
     return cls(**values)
 
 

@@ -23,6 +23,7 @@ from fourfold.options import option
 from fourfold.output import Output, submitted
 from fourfold.show import bench, one_rank
 from fourfold.show.pictures import floor_picture, must_be_picture
+from fourfold.spec import check
 from fourfold.verbs.run_requests import ONE_RANK, BenchRequest, OneRankRequest
 
 EXAMPLES = """\
@@ -70,9 +71,8 @@ def _is_one_rank(args: Any) -> bool:
         raise UserError("needs --against", field="--picture", hint="add --against floor")
     if args.as_rank is None and not args.against:
         for field in ("world", "layouts", "micro_batches", "out"):
-            if getattr(args, field):
-                hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
-                raise UserError("needs --as-rank", field=field, hint=hint)
+            hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
+            check.that(not getattr(args, field), field, None, "needs --as-rank", hint)
     return args.as_rank is not None or bool(args.against)
 
 

@@ -24,7 +24,7 @@ from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.calendar import assumptions_page, calendar_page, calendar_picture
 from fourfold.show.pictures import must_be_picture
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
 from fourfold.verbs.requests import PlanRequest, decided
 
@@ -80,8 +80,7 @@ def _request(args: Any, show: OnEvent) -> CalendarRequest:
 def _read(args: Any, table: dict[str, Any], show: OnEvent) -> CalendarRequest:
     phases = codec.decode_value(tuple[TrainingPhase, ...], table.pop("phases", []), "phases")
     assumed = table.pop("assumptions", {})
-    if not isinstance(assumed, dict):
-        raise UserError("must be a table", field="assumptions", value=assumed)
+    check.that(isinstance(assumed, dict), "assumptions", assumed, "must be a table")
     hints = codec.type_hints(PlanRequest)
     fields = {one.name for one in dataclasses.fields(PlanRequest) if "flag" in one.metadata}
     given = {

@@ -19,7 +19,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import machines
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.site import site_start
 from fourfold.verbs.requests import ClusterRequest
 
@@ -80,10 +80,7 @@ def _ask(field: str, question: str, flag: str) -> str:
     if sys.stdin is None or not sys.stdin.isatty():
         raise UserError("is required", field=field, hint=f"{flag}: {question}")
     print(f"{question}? ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline().strip()
-    if not answer:
-        raise UserError("is required", field=field, hint=f"answer, or pass {flag}")
-    return answer
+    return check.given(sys.stdin.readline().strip(), field, f"answer, or pass {flag}")
 
 
 ACTIONS = {

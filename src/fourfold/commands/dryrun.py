@@ -18,6 +18,7 @@ from fourfold.output import Output
 from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.show.table import Grid, Part
 from fourfold.spec.layout import AXES
+from fourfold.spec.run import run_of
 from fourfold.units import counted, show_bytes, show_count
 
 EXAMPLES = """\
@@ -35,7 +36,7 @@ OPTIONS = (
 
 
 def run(args: Any, show: OnEvent) -> Output:
-    spec = options.run_spec(options.run_table(args, note=notes(show)))
+    spec = run_of(options.run_table(args, note=notes(show)))
     answer = fourfold.dryrun(spec, rank=args.rank, stages=bool(args.stages), on_event=show)
     return Output.of(answer, lambda: _page(answer))
 

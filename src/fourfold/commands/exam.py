@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.page.document import asset, grid_html, still_document
 from fourfold.show.table import Column, Grid, Part, or_dash, render, table
+from fourfold.spec import check
 from fourfold.verbs.exam import ExamRequest
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ OPTIONS = (
 
 def run(args: Any, show: OnEvent) -> Output:
     style = (args.page or ".md").rpartition(".")[2]
-    if style not in ("html", "md"):
-        raise UserError("must end in .html or .md", field="page", value=args.page)
+    check.that(style in ("html", "md"), "page", args.page, "must end in .html or .md")
     answer = fourfold.exam(options.load(ExamRequest, args), on_event=show)
     if args.page:
         files.write_text(args.page, exam_page(answer, style))

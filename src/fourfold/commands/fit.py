@@ -14,11 +14,11 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.table import Grid, or_dash, table
+from fourfold.spec import check
 from fourfold.verbs.requests import FitRequest
 
 EXAMPLES = """\
@@ -42,8 +42,7 @@ def run(args: Any, show: OnEvent) -> Output:
         rows = [[*map(str, row.values())] for row in picks.suggested]
         names = [*picks.suggested[0]] if rows else ["row_id"]
         return Output.of(picks, lambda: [Grid(names, rows)])
-    if not args.out:
-        raise UserError("is required", field="out")
+    check.given(args.out, "out")
     files.require_mine(args.out, mark='"type": "Calibration"', force=bool(args.force))
     answer = fourfold.fit(request, on_event=show)
     files.write_text(args.out, answer.json())

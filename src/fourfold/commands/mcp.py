@@ -14,6 +14,7 @@ from fourfold.errors import UserError, install
 from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.spec import check
 
 EXAMPLES = """\
 examples:
@@ -33,8 +34,7 @@ def run(args: Any, show: OnEvent) -> Output:
     if args.schema:
         return Output(raw=tools.schema_text())
     root = Path(args.folder or ".").expanduser().resolve()
-    if not root.is_dir():
-        raise UserError("is not a folder", field="folder", value=args.folder)
+    check.that(root.is_dir(), "folder", args.folder, "is not a folder")
     try:
         import anyio
         import mcp  # noqa: F401

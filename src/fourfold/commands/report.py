@@ -15,11 +15,11 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output, table_csv
 from fourfold.result.files.run_file import INDEX, RUN_FILE
+from fourfold.spec import check
 from fourfold.tables.forms import write
 from fourfold.verbs.requests import ReportRequest
 
@@ -44,8 +44,7 @@ _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
 
 def run(args: Any, show: OnEvent) -> Output:
     request = options.load(ReportRequest, args)
-    if args.open and not args.html:
-        raise UserError("needs --html", field="--open", hint="add --html FILE")
+    check.that(not args.open or args.html, "--open", None, "needs --html", "add --html FILE")
     answer = _paged(args, request, show) if args.html else fourfold.report(request, on_event=show)
     if args.out:
         _write_both(answer, args.out, bool(args.force), show)
@@ -71,10 +70,8 @@ def _paged(args: Any, request: ReportRequest, show: OnEvent) -> Any:
 
 def _write_both(answer: Any, name: str, force: bool, show: OnEvent) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
-    if Path(stem).name in ("", INDEX, RUN_FILE):
-        raise UserError(
-            "must be a file name", field="out", value=name, hint="use a name such as results"
-        )
+    is_name = Path(stem).name not in ("", INDEX, RUN_FILE)
+    check.that(is_name, "out", name, "must be a file name", "use a name such as results")
     for ending, mark in _MARKS.items():  # both or none: asked before the first is written
         files.require_mine(f"{stem}.{ending}", mark=mark, force=force)
     page = write(answer.document, "md").rstrip("\n")

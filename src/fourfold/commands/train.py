@@ -12,13 +12,12 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.errors import UserError
 from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output, submitted
 from fourfold.show.pictures import loss_picture, must_be_picture
 from fourfold.show.runs import training_page
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
@@ -84,8 +83,7 @@ def _table(args: Any, known: dict[str, Any], show: OnEvent) -> dict[str, Any]:
     if args.ramp is not None:
         codec.put(table, "batch.ramp", codec.encode(args.ramp))
     plain = table.setdefault("train", {})
-    if not isinstance(plain, dict):
-        raise UserError("must be a table", field="train", value=plain)
+    check.that(isinstance(plain, dict), "train", plain, "must be a table")
     names = (field.name for field in dataclasses.fields(TrainSettings) if field.metadata)
     plain |= options.given(args, *names)
     return table

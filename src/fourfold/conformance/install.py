@@ -62,9 +62,8 @@ def split_name(text: str) -> tuple[str, str]:
     """('megatron-core', '0.19.2') of 'megatron-core==0.19.2'; without a version ''."""
     engine, _, version = text.partition("==")
     if engine not in FILES:
-        raise UserError(
-            "unknown engine", field="--engine", value=engine, hint=nearest(engine, FILES)
-        )
+        hint = nearest(engine, FILES)
+        raise UserError("unknown engine", field="--engine", value=engine, hint=hint)
     if version and not re.fullmatch(r"[0-9][0-9A-Za-z.+!-]{0,40}", version):
         rule, hint = "has no version after ==", f"write {engine}==1.2.3"
         raise UserError(rule, field="--engine", value=text, hint=hint)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from fourfold import door, files
 from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
-from fourfold.errors import UserError
 from fourfold.escape import csv_text
 from fourfold.logs import metrics
 from fourfold.logs.book import Book
@@ -31,6 +30,7 @@ from fourfold.logs.nested import decimal, number, whole
 from fourfold.logs.row import COLUMNS, EXTRA, Row, text_of
 from fourfold.logs.series import StepLine
 from fourfold.result.job import LOG_FILES
+from fourfold.spec import check
 
 TITAN_MARK = '"log_type_name":'
 # SOURCE.global_rank_RANK.TIME-LETTERS.jsonl
@@ -181,9 +181,8 @@ def _dicts(path: str | Path, first: Line, read: TableRead) -> Iterator[tuple[int
 def _rows(path: str | Path, first: Line, mapping: ColumnMap | None) -> TableRead:
     read = TableRead("mapped" if mapping else "reference")
     for _, cells in _dicts(path, first, read):
-        if len(read.rows) == MOST_ROWS:
-            rule = f"has more than {MOST_ROWS:,} rows"
-            raise UserError(rule, field="LOG", value=str(path), hint="split it")
+        rule = f"has more than {MOST_ROWS:,} rows"
+        check.that(len(read.rows) != MOST_ROWS, "LOG", str(path), rule, "split it")
         read.rows.append(mapped_row(cells, mapping) if mapping else _reference(cells))
     return read
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.spec import check
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN = re.compile("[A-Za-z0-9_-]{8,200}")
@@ -37,10 +38,9 @@ class Served:
             hint = "add --token TEXT, or use 127.0.0.1"
             raise UserError(rule, field="host", value=self.host, hint=hint)
 
-        if self.token and not _TOKEN.fullmatch(self.token):
-            raise UserError(
-                "must be 8 or more letters, digits, '-' or '_'", field="token", value="(hidden)"
-            )
+        good = not self.token or _TOKEN.fullmatch(self.token)
+        rule = "must be 8 or more letters, digits, '-' or '_'"
+        check.that(good, "token", "(hidden)", rule)
 
     @property
     def address(self) -> str:
@@ -62,12 +62,9 @@ def listening(settings: Served) -> tuple[Served, socket.socket]:
         found.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
         found.close()
-        raise UserError(
-            f"cannot be listened on ({error})",
-            field="port",
-            value=f"{settings.host}:{settings.port}",
-            hint="pass another --port, or 0 for any",
-        ) from None
+        rule, hint = f"cannot be listened on ({error})", "pass another --port, or 0 for any"
+        asked = f"{settings.host}:{settings.port}"
+        raise UserError(rule, field="port", value=asked, hint=hint) from None
     found.listen(128)
     return replace(settings, port=found.getsockname()[1]), found
 

@@ -39,10 +39,11 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
     given |= {name: asked[name].strip() for name in _TEXTS if asked.get(name, "").strip()}
     axes = [f"{axis}{_number(asked, axis)}" for axis in EXPERT_AXES if asked.get(axis, "").strip()]
     given |= {"layout": " ".join([given.get("layout", ""), *axes])} if axes else {}
-    if given.get("cluster") and given["cluster"] not in catalog.cluster_names():
-        raise UserError("unknown cluster", field="cluster", value=given["cluster"])
-    if given.get("gpu") and given["gpu"] not in catalog.device_names():
-        raise UserError("unknown GPU", field="gpu", value=given["gpu"])
+    cluster, gpu = given.get("cluster"), given.get("gpu")
+    check.that(
+        not cluster or cluster in catalog.cluster_names(), "cluster", cluster, "unknown cluster"
+    )
+    check.that(not gpu or gpu in catalog.device_names(), "gpu", gpu, "unknown GPU")
     given |= _machines(asked, given)
     if asked.get("tokens", "").strip():
         given["tokens"] = count_from(asked["tokens"])
@@ -56,8 +57,7 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
         given["where"] = (asked["where"],)
     given |= {name: True for name in ("safe", "explore", "capacity") if asked.get(name)}
     for name in ("seq_len", "global_batch"):
-        if name not in given:
-            raise UserError("is required", field=name.replace("_", " "))
+        check.given(name in given, name.replace("_", " "))
     return PlanRequest(**given)
 
 
@@ -91,10 +91,8 @@ def _model(asked: Mapping[str, str]) -> Any:
         check.that(len(config) <= _MOST_TEXT, "config.json", config, "is too long")
         return shape_from_config(codec.parse_json(config), "config.json")
     name = asked.get("model", "").strip().lower()
-    if name not in catalog.model_names():
-        raise UserError(
-            "unknown model", field="model", value=name, hint="choose a preset or paste a config"
-        )
+    known = name in catalog.model_names()
+    check.that(known, "model", name, "unknown model", "choose a preset or paste a config")
     return name
 
 

@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 from fourfold.result.record import KINDS, RUN_FIELDS, Record
 from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import BUNDLES, precision_name
@@ -57,8 +57,7 @@ def checked(record: Record) -> Record:
         else:
             number = isinstance(value, int | float) and name not in _SIGNED
             good = _is(kind, value) and not (number and value < 0)
-        if not good:
-            raise UserError("is not what a stored run has there", field=name, value=value)
+        check.that(good, name, value, "is not what a stored run has there")
     if sorted(record.order.split()) != sorted(AXES):
         raise UserError("is no order of the axes", field="order", value=record.order)
     return record

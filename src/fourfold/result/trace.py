@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fourfold.errors import UserError
+from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 
 How = Literal["new", "copied", "received", "view"]
@@ -112,12 +113,10 @@ class TracedRun:
 def trace_path(name: str) -> Path:
     """Where a trace is to be written, checked before minutes of work."""
     path = Path(name).absolute()
-    if not name.endswith((".json", ".json.gz")):
-        rule = "must be a name that ends in .json or .json.gz"
-        raise UserError(rule, field="trace", value=name)
-    if not path.parent.is_dir():
-        hint = "create it first"
-        raise UserError("is in a folder that does not exist", field="trace", value=name, hint=hint)
+    rule = "must be a name that ends in .json or .json.gz"
+    check.that(name.endswith((".json", ".json.gz")), "trace", name, rule)
+    hint = "create it first"
+    check.that(path.parent.is_dir(), "trace", name, "is in a folder that does not exist", hint)
     return path
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import UserError
+from fourfold.spec import check
 from fourfold.units import counted
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ _COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#
 def must_be_picture(path: str, field: str = "picture", suffixes: Sequence[str] = SUFFIXES) -> str:
     """The suffix of a picture's name, before minutes are spent on what is drawn."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix not in suffixes:
-        hint = f"use a name that ends in {' or '.join(suffixes)}"
-        raise UserError("is not a supported picture format", field=field, value=path, hint=hint)
+    hint = f"use a name that ends in {' or '.join(suffixes)}"
+    check.that(suffix in suffixes, field, path, "is not a supported picture format", hint)
     return suffix
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError, nearest
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster, Device, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
 
@@ -94,8 +94,7 @@ def shape(family: str, **fields: Any) -> ModelShape:
 
 def model(name: str) -> ModelShape:
     """A preset by name, or the shape in a config.json or TOML file."""
-    if not isinstance(name, str) or not name:
-        raise UserError("must be a name or a path", field="model", value=name)
+    check.that(isinstance(name, str) and name, "model", name, "must be a name or a path")
     if _HUB_ID.fullmatch(name) and not os.path.exists(name):
         return _hub_model(name)
     if _PATHLIKE.search(name):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from fourfold.errors import UserError
 from fourfold.escape import one_line
 
+T = TypeVar("T")
 _MOST_LETTERS = 200
 
 
-def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
+def whole(least: int = 1, most: int = 2**40, /, **fields: int | None) -> None:
+    """None is a field that nobody has given."""
     for name, value in fields.items():
-        that(least <= value <= most, name, value, f"must be from {least} to {most}")
+        that(
+            value is None or least <= value <= most, name, value, f"must be from {least} to {most}"
+        )
 
 
 def name(**fields: str) -> None:
@@ -27,6 +33,13 @@ def that(holds: object, field: str, value: object, rule: str, hint: str = "") ->
         raise UserError(rule, field=field, value=value, hint=hint)
 
 
-def positive(**fields: float) -> None:
+def given(value: T | None, field: str, hint: str = "") -> T:
+    """The value that a request must have; an empty one is none."""
+    if not value:
+        raise UserError("is required", field=field, hint=hint)
+    return value
+
+
+def positive(**fields: float | None) -> None:
     for name, value in fields.items():
-        that(value > 0, name, value, "must be above 0")
+        that(value is None or value > 0, name, value, "must be above 0")

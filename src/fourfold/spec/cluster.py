@@ -32,10 +32,7 @@ class Peaks:
     fp4: float | None = None
 
     def __post_init__(self) -> None:
-        for name in PEAK_NAMES:
-            value = getattr(self, name)
-            if value is not None:
-                check.positive(**{name: value})
+        check.positive(**{name: getattr(self, name) for name in PEAK_NAMES})
 
 
 PEAK_NAMES = tuple(field.name for field in dataclasses.fields(Peaks))
@@ -71,12 +68,9 @@ class Device:
         check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)
         check.whole(0, 1024, links=self.links)
         check.whole(1, 2**20, domain=self.domain)
-        check.positive(network_bytes_per_s=self.network_bytes_per_s)
-        if self.link_bytes_per_s is not None:
-            check.positive(link_bytes_per_s=self.link_bytes_per_s)
-        elif self.links:
-            hint = "add the rate of one link, per direction"
-            raise UserError("is missing", field="link_bytes_per_s", hint=hint)
+        rate, hint = self.link_bytes_per_s, "add the rate of one link, per direction"
+        check.positive(network_bytes_per_s=self.network_bytes_per_s, link_bytes_per_s=rate)
+        check.that(rate or not self.links, "link_bytes_per_s", None, "is missing", hint)
 
     @property
     def peer_bytes_per_s(self) -> float:
@@ -143,8 +137,7 @@ class Cluster:
         check.whole(1, 2**24, gpus=self.gpus, host_gpus=self.host_gpus)
         price = self.price_per_gpu_hour
         check.that((price or 0) >= 0, "price_per_gpu_hour", price, "must not be negative")
-        if not self.links:
-            raise UserError("needs at least one level", field="links", hint="add a [[links]] table")
+        check.that(self.links, "links", None, "needs at least one level", "add a [[links]] table")
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             rule = (
                 f"of level '{outer.name}' must be a multiple of the {inner.ranks} ranks of "

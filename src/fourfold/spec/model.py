@@ -80,11 +80,9 @@ class Positions:
 
     def __post_init__(self) -> None:
         check.positive(theta=self.theta, partial=self.partial)
-        if self.made_for is not None:
-            check.whole(made_for=self.made_for)
+        check.whole(made_for=self.made_for)
         check.that(self.partial <= 1, "partial", self.partial, "must be at most 1")
-        if self.length is not None:
-            check.whole(length=self.length)
+        check.whole(length=self.length)
         plain = self.kind == "rope" or self.scaling is None
         check.that(plain, "kind", self.kind, "cannot be scaled, only rope can")
 
@@ -139,11 +137,10 @@ class ModelShape:
         check.whole(1, 2**32, hidden=self.hidden, ffn=self.ffn, vocab=self.vocab)
         check.positive(norm_eps=self.norm_eps)
         check.name(name=self.name)
-        if self.head_dim is not None:
-            check.whole(1, 2**20, head_dim=self.head_dim)
-        else:
-            rule, hint = f"must divide hidden={self.hidden}", "use a divisor, or set head_dim"
-            check.that(self.hidden % self.heads == 0, "heads", self.heads, rule, hint)
+        check.whole(1, 2**20, head_dim=self.head_dim)
+        divides = self.head_dim is not None or self.hidden % self.heads == 0
+        rule, hint = f"must divide hidden={self.hidden}", "use a divisor, or set head_dim"
+        check.that(divides, "heads", self.heads, rule, hint)
         rule = f"must divide heads={self.heads}"
         hint = f"use kv_heads = {self.heads} for plain multi-head attention"
         check.that(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, rule, hint)
@@ -193,12 +190,10 @@ class ModelShape:
         return self.layers // moe.every - moe.dense_first // moe.every if moe else 0
 
     def _check_window(self) -> None:
-        if self.window is not None:
-            check.whole(1, 2**40, window=self.window)
-        if self.local_layers is not None:
-            check.whole(1, self.layers, local_layers=self.local_layers)
-            has_window = self.window is not None
-            check.that(has_window, "local_layers", self.local_layers, "needs a window")
+        check.whole(1, 2**40, window=self.window)
+        check.whole(1, self.layers, local_layers=self.local_layers)
+        has_window = self.window is not None or self.local_layers is None
+        check.that(has_window, "local_layers", self.local_layers, "needs a window")
 
     @property
     def head_size(self) -> int:

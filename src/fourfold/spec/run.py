@@ -83,8 +83,7 @@ class RunSpec:
         check.whole(0, 10**7, warmup=self.warmup)
         check.whole(0, 2**63 - 1, seed=self.seed)
         check.positive(start_limit_s=self.start_limit_s, step_limit_s=self.step_limit_s)
-        if self.memory_limit is not None:
-            check.whole(1, 2**60, memory_limit=self.memory_limit)
+        check.whole(1, 2**60, memory_limit=self.memory_limit)
         if self.layout.world != self.gpus and not self.refused:
             raise wrong_size(self.layout, self.gpus)
 
@@ -116,6 +115,12 @@ class RunSpec:
         if isinstance(policy, dict) and words.is_hybrid(policy.get("sharding")):
             _must_have_copies(Layout.from_plain(table["layout"], "layout"))
         return codec.decode_fields(cls, table, path)
+
+
+def run_of(table: Mapping[str, Any]) -> RunSpec:
+    """The run of a table, which must name its model."""
+    check.given("model" in table, "model", "'fourfold models' lists presets")
+    return codec.load(RunSpec, dict(table))
 
 
 def _refuse_short_names(table: dict[str, Any], path: str) -> None:

@@ -44,8 +44,7 @@ def require_form(env: Env) -> None:
     if len({name for name, _ in env}) != len(env):
         raise UserError("names a variable twice", field="env", value=[name for name, _ in env])
     for name, value in env:
-        if not _NAME.fullmatch(name):
-            raise UserError("is not a variable name", field="env", value=name)
+        check.that(_NAME.fullmatch(name), "env", name, "is not a variable name")
         if len(value) > MAX_VALUE_CHARS or not value.isprintable():
             rule = f"must be printable text of at most {MAX_VALUE_CHARS} characters"
             raise UserError(rule, field=f"env.{name}", value=value)
@@ -61,9 +60,8 @@ def require_plain(env: Env, *, granted: Env = ()) -> None:
     """Refuse what a file may not set, unless the command line `granted` it with this very value."""
     for name, value in env:
         field, hint = f"policy.env.{name}", "remove it"
-        if _RESERVED.fullmatch(name):
-            rule = "is set by fourfold for its own processes"
-            raise UserError(rule, field=field, value=value, hint=hint)
+        rule = "is set by fourfold for its own processes"
+        check.that(not _RESERVED.fullmatch(name), field, value, rule, hint)
         if is_plain(name, value) or (name, value) in granted:
             continue
         rule = "has a value that a file may not give it"
@@ -79,10 +77,8 @@ def parse_assignments(words: Iterable[str]) -> Env:
     values: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals:
-            raise UserError("must be NAME=VALUE", field="--env", value=word)
-        if values.setdefault(name, value) != value:
-            raise UserError("is given two values", field="--env", value=name)
+        check.that(equals, "--env", word, "must be NAME=VALUE")
+        check.that(values.setdefault(name, value) == value, "--env", name, "is given two values")
     env = tuple(values.items())
     require_form(env)
     return env
@@ -139,12 +135,10 @@ class Site:
         words = {name: (getattr(self, name),) for name in (*_WORDS, "gpu_type", "interface")}
         for name, values in {**words, "hosts": self.hosts}.items():
             for value in values:
-                if not _WORD.match(value):
-                    raise UserError("must be one word", field=name, value=value)
+                check.that(_WORD.match(value), name, value, "must be one word")
         for name in ("prelude", "wrapper", "srun", "extra"):
             for line in getattr(self, name):
-                if not _ONE_LINE.match(line):
-                    raise UserError("must hold single lines", field=name, value=line)
+                check.that(_ONE_LINE.match(line), name, line, "must hold single lines")
 
     def nodes(self, ranks: int) -> int:
         return -(-ranks // self.gpus_per_node)
@@ -180,12 +174,8 @@ def read_site(name: str) -> Site | None:
             return None
         if name == "slurm":  # nothing but nodes and GPUs
             return Site()
-        raise UserError(
-            "unknown site",
-            field="on",
-            value=name,
-            hint=f"pass local, slurm or a site file, or write {path}",
-        )
+        hint = f"pass local, slurm or a site file, or write {path}"
+        raise UserError("unknown site", field="on", value=name, hint=hint)
     text = files.read_text(path, field="on")
     try:
         site = codec.from_toml(Site, text)

@@ -88,8 +88,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
     for name, values in flat.items():
         if not isinstance(values, list):
             values = [values]
-        if not values:
-            raise UserError("is empty", field=f"sweep.{name}", hint=f"write {name} = [1, 2]")
+        check.that(values, f"sweep.{name}", None, "is empty", f"write {name} = [1, 2]")
         axes.append((name, tuple(_plain_value(path_of(name), value) for value in values)))
     return Sweep(
         base=base,
@@ -200,8 +199,7 @@ def _layout_table(text: str) -> dict[str, Any]:
 
 def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
     """Axes that do not multiply to the GPUs are a refusal; any other mistake ends the sweep."""
-    if "model" not in table:
-        raise UserError("is missing", field="model", hint='add model = "llama-tiny"')
+    check.that("model" in table, "model", None, "is missing", 'add model = "llama-tiny"')
     try:
         spec = codec.load(RunSpec, table)
     except LayoutSizeError as error:

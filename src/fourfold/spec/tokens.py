@@ -59,8 +59,7 @@ def token_paths(name: str | Path) -> tuple[Path, Path]:
     """(tokens, side file) of a token file, by its name or by either path."""
     text = str(name)
     stem = text.removesuffix(".bin") if text.endswith(".bin") else text.removesuffix(".json")
-    if not stem or stem.endswith("/"):
-        raise UserError("is not the name of a token file", field="data", value=text)
+    check.that(stem and not stem.endswith("/"), "data", text, "is not the name of a token file")
     return Path(f"{stem}.bin"), Path(f"{stem}.json")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.result.trace import TRACE_KEY, TracedRun
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
@@ -211,9 +211,8 @@ def trace_files(names: list[str]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             inside = sorted(one for one in path.iterdir() if one.name.endswith(_ENDINGS))
-            if not inside:
-                rule = "is a folder without traces (.json, .json.gz or .sqlite)"
-                raise UserError(rule, field="trace", value=name)
+            rule = "is a folder without traces (.json, .json.gz or .sqlite)"
+            check.that(inside, "trace", name, rule)
             found += inside
         else:
             found.append(path)

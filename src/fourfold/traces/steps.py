@@ -13,6 +13,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.result.trace import STEP_MARK
+from fourfold.spec import check
 from fourfold.traces.events import NamedRange
 from fourfold.traces.linked import Linked
 from fourfold.traces.parts import OPTIMIZER, simple_part
@@ -56,9 +57,8 @@ class TracedSteps:
 
 def find_steps(linked: Linked) -> TracedSteps:
     marks = [mark for mark in linked.trace.marks if mark.name.startswith(STEP_MARK)]
-    if not len(linked.kernels):
-        rule = "has no kernels and no operators"
-        raise UserError(rule, field="trace", value=linked.trace.path, hint="profile again")
+    rule = "has no kernels and no operators"
+    check.that(len(linked.kernels), "trace", linked.trace.path, rule, "profile again")
     ways: list[tuple[str, Callable[[], list[TracedStep]]]] = [
         ("the profiler's marks", lambda: _by_marks(linked, marks)),
         ("the optimizer's kernels", lambda: _by_bounds(linked, _optimizer_ends(linked))),

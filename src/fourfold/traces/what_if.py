@@ -8,7 +8,7 @@ from math import exp, prod
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
@@ -141,9 +141,8 @@ def _number(field: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0.0 <= value <= 1.0:
-        rule = "must be the share that is left, from 0 (none) to 1"
-        raise UserError(rule, field="what-if", value=f"{field}={text}")
+    rule = "must be the share that is left, from 0 (none) to 1"
+    check.that(0.0 <= value <= 1.0, "what-if", f"{field}={text}", rule)
     return value
 
 

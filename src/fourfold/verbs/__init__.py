@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from fourfold.errors import UserError
 from fourfold.escape import html_table
 from fourfold.spec import check, codec
 from fourfold.spec.batch import Batch
@@ -56,12 +55,6 @@ def read_units(request: Any) -> None:
 def set_field(request: Any, name: str, value: Any) -> None:
     """Of a frozen request, while it is made."""
     object.__setattr__(request, name, value)
-
-
-def at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise UserError("must be 1 or more", field=name.replace("_", "-"), value=value)
 
 
 def require_world(layout: Layout, gpus: int | None) -> None:

@@ -172,8 +172,7 @@ def _shape(request: AdviseRequest) -> LayerShape:
     head_dim = apart.head_size if apart else None
     width = hidden if head_dim is None else heads
     for name, value, whole in (("heads", heads, width), ("kv-heads", kv_heads, heads)):
-        if whole % value:
-            raise UserError(f"must divide {whole}", field=name, value=value)
+        check.that(whole % value == 0, name, value, f"must divide {whole}")
     return LayerShape(
         hidden=hidden,
         heads=heads,
@@ -201,10 +200,7 @@ def _with_experts(request: AdviseRequest, shape: LayerShape) -> LayerShape:
         check.that(request.ep is None, "ep", request.ep, "needs --experts, --expert-ffn, --top-k")
         return shape
     for name, value in known.items():
-        if not value:
-            raise UserError(
-                "is required", field=name.replace("_", "-"), hint="or pass --model NAME"
-            )
+        check.given(value, name.replace("_", "-"), "or pass --model NAME")
     check.that(
         known["top_k"] <= known["experts"], "top-k", known["top_k"], "must be at most experts"
     )

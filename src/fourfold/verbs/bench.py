@@ -12,8 +12,8 @@ from fourfold.launch.campaign import Campaign
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
 from fourfold.result.trace import trace_path
 from fourfold.search.legal import why_not
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import check
+from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.site import Site, parse_assignments
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.verbs import Answer
@@ -54,9 +54,7 @@ def described(
     GPUs of their own, by our engine; a split backward pass (zero-bubble) can't be."""
     if isinstance(run, RunSpec):
         return run
-    if "model" not in run:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    spec = codec.load(RunSpec, dict(run))
+    spec = run_of(run)
     policy = run.get("policy")
     if not is_ours or (isinstance(policy, Mapping) and "compile" in policy):
         return spec
@@ -125,15 +123,13 @@ def submit_bench(
 ) -> Submission:
     """Leave the runs to the site's scheduler; `bench` with the same run follows them. With
     `print_launch` nothing is submitted."""
-    if len(asked_engines(request)) > 1:
-        rule = "must be a single one for a run that nobody follows"
-        raise UserError(rule, field="engine", value=request.engine)
+    rule = "must be a single one for a run that nobody follows"
+    check.that(len(asked_engines(request)) <= 1, "engine", request.engine, rule)
     campaign, known, spec = _prepared(run, request, on_event)
     if campaign.queue is None:
         raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
-    if not spec.batch.micro_batch:
-        rule = "must be a number for a run that nobody follows"
-        raise UserError(rule, field="micro_batch", value="auto")
+    rule = "must be a number for a run that nobody follows"
+    check.that(spec.batch.micro_batch, "micro_batch", "auto", rule)
     if refused := refusals(spec, known):
         raise UserError(f"is illegal: {refused}", field="layout", value=str(spec.layout))
     specs = [spec] * request.repeat
@@ -159,10 +155,9 @@ def _prepared(
     if is_ours:
         tokens_of(spec)
     too_large = "" if request.force else known.too_large(spec)
-    if too_large:
-        rule = f"certainly does not fit: {too_large}"
-        hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
-        raise UserError(rule, field="model", value=spec.model.name, hint=hint)
+    rule = f"certainly does not fit: {too_large}"
+    hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
+    check.that(not too_large, "model", spec.model.name, rule, hint)
     return campaign, known, spec
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from fourfold.cost.fit.calibration import to_json
 from fourfold.cost.fit.machine import calibration_of
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import answers_in, run_job
@@ -91,8 +90,7 @@ def submit_calibrate(request: CalibrateRequest) -> Submission:
 
 def _job(request: CalibrateRequest) -> Job:
     ranks, device, quick = request.ranks, request.device, request.quick
-    if ranks is not None and not 1 <= ranks <= 1024:
-        raise UserError("must be from 1 to 1024", field="ranks", value=ranks)
+    check.whole(1, 1024, ranks=ranks)
     check.whole(1, 4096, nodes=request.nodes)
     site = site_of(request)
     gpus = 0

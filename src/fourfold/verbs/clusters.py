@@ -131,12 +131,8 @@ def _host_gpus(
     most = max((log.host_ranks for log in logs), default=0)
     count = request.host_gpus or seen or most
     count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host")
-    if most > count:
-        raise UserError(
-            f"is fewer than the {most} ranks per host in an nccl-tests log",
-            field="host-gpus",
-            value=count,
-        )
+    rule = f"is fewer than the {most} ranks per host in an nccl-tests log"
+    check.that(most <= count, "host-gpus", count, rule)
     return count
 
 

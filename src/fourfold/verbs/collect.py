@@ -228,10 +228,8 @@ def _side(path: str | None) -> list[tuple[str, dict[str, str]]]:
 
 def _expanded(logs: Sequence[str]) -> list[str]:
     """Files as named; of a folder, those in it that may be logs."""
-    if not logs:
-        raise UserError("is required", field="LOG", hint="pass logs, or a folder of them")
     found: list[str] = []
-    for log in logs:
+    for log in check.given(logs, "LOG", "pass logs, or a folder of them"):
         path = Path(log)
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
         found += [

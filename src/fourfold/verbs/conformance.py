@@ -138,9 +138,8 @@ def _asked(text: str, world: int | None) -> Cell:
         cell = Cell.parse(text)
     except ValueError as error:
         raise UserError(str(error), field="--layout", value=text) from None
-    if world not in (None, cell.world):
-        rule = f"has {cell.world} ranks, not the {world} of --world"
-        raise UserError(rule, field="--layout", value=text)
+    rule = f"has {cell.world} ranks, not the {world} of --world"
+    check.that(world in (None, cell.world), "--layout", text, rule)
     return cell
 
 
@@ -207,8 +206,7 @@ def _column(lab: Lab, texts: tuple[str, ...], seed: int) -> Verdict:
 
 
 def install_engines(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Engines:
-    if not request.names:
-        raise UserError("is required", field="engine", hint="such as megatron-core==0.19.2")
+    check.given(request.names, "engine", "such as megatron-core==0.19.2")
     folder = engines_folder(request.engines)
     for name in request.names:
         split_name(name)

@@ -17,14 +17,13 @@ from fourfold.cost.fit.interval import half_width
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
 from fourfold.result.profile import coefficients_of
 from fourfold.search.query import entry_for
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import RunSpec
@@ -158,11 +157,8 @@ _WORDS = {"recompute": "act_ckpt", "sharding": "sharding", "gpu": "hardware"}
 def log_settings(path: str) -> dict[str, Any]:
     """Of the run in a log; of several in one file the last."""
     rows = read_files([path]).rows
-    if not rows:
-        raise UserError(
-            "has no run in it that can be read", field="log", value=path,
-            hint="an engine's log as 'fourfold collect' reads it",
-        )  # fmt: skip
+    hint = "an engine's log as 'fourfold collect' reads it"
+    check.that(rows, "log", path, "has no run in it that can be read", hint)
     return settings_of(complete(rows[-1], {}))
 
 
@@ -187,9 +183,7 @@ def diagnose(
 ) -> Diagnosis:
     """Of one trace, of several ranks' traces, or of folders with them."""
     request = request or DiagnoseRequest()
-    paths = trace_files(list(traces))
-    if not paths:
-        raise UserError("is required", field="trace", hint="a file or a folder")
+    paths = check.given(trace_files(list(traces)), "trace", "a file or a folder")
     examined: list[Examined] = []
     logged = log_settings(request.log) if request.log else {}
     for path in paths:

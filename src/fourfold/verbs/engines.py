@@ -14,7 +14,7 @@ from fourfold.launch.permit import gpu_count
 from fourfold.logs.book import READERS
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Env, Site, require_form
@@ -43,16 +43,14 @@ class EngineTemplate:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", self.name):
             raise UserError("must be a short lower-case name", field="name", value=self.name)
-        if not self.command:
-            raise UserError("is required", field="command", hint='write ["bash", "run.sh"]')
+        check.given(self.command, "command", 'write ["bash", "run.sh"]')
         if not self.command[0].strip() or any("\0" in word for word in self.command):
             rule = "must begin with a program, and have no NUL in a word"
             raise UserError(rule, field="command", value=list(self.command))
         require_form(self.env)
         for name, value in self.env:
-            if _RESERVED.fullmatch(name):
-                rule = "is set by fourfold for every node"
-                raise UserError(rule, field=f"env.{name}", value=value, hint="remove it")
+            rule = "is set by fourfold for every node"
+            check.that(not _RESERVED.fullmatch(name), f"env.{name}", value, rule, "remove it")
         if self.export:
             exports.stack_of(self.export)
         if self.reader and self.reader not in READERS:

@@ -14,10 +14,9 @@ from fourfold.cost.exam import ENTRANTS, Card, Season, card_of
 from fourfold.cost.fit.accuracy import Score, score, timed_rows
 from fourfold.cost.fit.folds import Bools
 from fourfold.cost.table.predict import RowPredictions
-from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.toml import toml_text
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import read_calibration
@@ -104,16 +103,14 @@ def exam(request: ExamRequest, *, on_event: OnEvent = ignore) -> Exam:
         on_event(Event(f"reading {path.name}", "progress"))
         card = exams.read_card(path.with_suffix(".toml"))
         found.append((card, exams.read_submission(path, season.ids)))
-    if not found:
-        hint = "'--sit' makes those of fourfold and the baselines"
-        raise UserError("has no entrants", field="folder", value=request.folder, hint=hint)
+    hint = "'--sit' makes those of fourfold and the baselines"
+    check.that(found, "folder", request.folder, "has no entrants", hint)
     return _scored(season, found)
 
 
 def _make(base: Path, tables: tuple[str, ...], on_event: OnEvent) -> None:
-    if (base / "tasks.csv").exists():
-        hint = "name a new folder: entrants answered these tasks"
-        raise UserError("is a season already", field="folder", value=str(base), hint=hint)
+    hint = "name a new folder: entrants answered these tasks"
+    check.that(not (base / "tasks.csv").exists(), "folder", str(base), "is a season already", hint)
     for name, text in exams.make_season(tables, read_calibration(None)).items():
         base.mkdir(parents=True, exist_ok=True)
         files.write_text(base / name, text)

@@ -73,8 +73,7 @@ def export(
 ) -> Exported:
     """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
     model is called there; `job`: also as a job of skypilot or kubeflow, which is then `script`."""
-    if not request.export:
-        raise UserError("is required", field="export", hint="pass the name of an engine")
+    engine = check.given(request.export, "export", "pass the name of an engine")
     check.that(pick >= 1, "pick", pick, "must be 1 or more")
     query, counts = resolved(request, on_event)
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
@@ -87,14 +86,13 @@ def export(
         f"exceeds the {counted(len(ranking), 'layout')} that fit",
     )
     setup = _setup(ranking, pick - 1, name)
-    whole = request.export == "torchrun"
-    written = {} if whole else exports.write_folder(request.export, setup)
-    script = exports.write(request.export, setup)
+    written = {} if engine == "torchrun" else exports.write_folder(engine, setup)
+    script = exports.write(engine, setup)
     if job:
-        around = exports.around(job, request.export, setup, script)
+        around = exports.around(job, engine, setup, script)
         written, script = (written | around) if written else {}, "".join(around.values())
     return Exported(
-        engine=request.export,
+        engine=engine,
         files=written,
         script=script,
         notes=setup.notes,
@@ -198,9 +196,7 @@ class Support(Answer):
 
 def support(request: SupportRequest) -> Support:
     """What is counted, run, priced (from measured rows or by physics) and exported."""
-    if not request.model:
-        raise UserError("is required", field="MODEL", hint="'fourfold models' lists presets")
-    model = catalog.model(request.model)
+    model = catalog.model(check.given(request.model, "MODEL", "'fourfold models' lists presets"))
     if request.engine is not None and request.engine not in EXPORTS:
         hint = nearest(request.engine, EXPORTS)
         raise UserError("unknown engine", field="engine", value=request.engine, hint=hint)

@@ -67,9 +67,7 @@ def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
             raise UserError("is required with --runs", field="cluster")
         cluster = known_cluster(request.cluster)
         tables.append(report_rows(request.runs, cluster, warnings(on_event)))
-    if not tables:
-        raise UserError("is required", field="ROWS.csv", hint="or pass --runs DIR")
-    return tables
+    return check.given(tables, "ROWS.csv", "or pass --runs DIR")
 
 
 def _read(path: str, on_event: OnEvent) -> Rows:
@@ -84,9 +82,8 @@ def _read(path: str, on_event: OnEvent) -> Rows:
 def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
     tables = _measured_rows(request, on_event)
     count = len(sample(tables))
-    if not count:
-        rule = "have no measured step time, memory or out-of-memory outcome"
-        raise UserError(rule, field="rows", hint="fill in step_s, mem_gb or status")
+    rule = "have no measured step time, memory or out-of-memory outcome"
+    check.that(count, "rows", None, rule, "fill in step_s, mem_gb or status")
     if count < _FEW_ROWS:
         warnings(on_event)(
             f"{count} measured row{'s' * (count > 1)} cannot tell one coefficient from another: "
@@ -110,9 +107,8 @@ def _fixed(text: str) -> tuple[str, float]:
         value = float(number)
     except ValueError:
         value = float("nan")
-    if not known.low <= value <= known.high:
-        rule = f"must be a number from {known.low:g} to {known.high:g}"
-        raise UserError(rule, field="fix", value=text, hint=f"{name}: {known.about}")
+    rule = f"must be a number from {known.low:g} to {known.high:g}"
+    check.that(known.low <= value <= known.high, "fix", text, rule, f"{name}: {known.about}")
     return name, value
 
 

@@ -12,7 +12,7 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.supported import windowed
 from fourfold.units import number_from
 from fourfold.verbs import Answer
@@ -80,12 +80,9 @@ class Flops(Answer):
 
 def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
     request = request or FlopsRequest()
-    if "model" not in run:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    spec = codec.load(RunSpec, dict(run))
+    spec = run_of(run)
     given = run.get("batch", {})
-    if "seq_len" not in given:
-        raise UserError("is required", field="seq-len")
+    check.given("seq_len" in given, "seq-len")
     model, batch, policy = spec.model, spec.batch, spec.policy
     speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)
     device = catalog.device(request.gpu) if request.gpu is not None else None
@@ -112,9 +109,8 @@ def _tokens_per_s(batch: Batch, request: FlopsRequest, *, batch_given: bool) -> 
     if request.step_s is not None:
         field, value = "step-s", request.step_s
         check.that(0 < value < 1e12, field, value, "must be above 0")
-        if not batch_given:
-            hint = "a step has that many sequences"
-            raise UserError("is required", field="global-batch", hint=hint)
+        hint = "a step has that many sequences"
+        check.given(batch_given, "global-batch", hint)
         speed = batch.tokens / value
     if speed is not None and not 0 < speed < 1e18:
         raise UserError("must be a speed above 0 and below 1e18 tokens/s", field=field, value=value)

@@ -99,9 +99,7 @@ def planned_cluster(
         found = cluster_of(read_profile(profile), gpus or 1)
     elif gpu:
         device = catalog.device(gpu)
-        if not gpus:
-            raise UserError("is required", field="gpus", hint="or pass --max-nodes N")
-        found = usual_cluster(device, gpus)
+        found = usual_cluster(device, check.given(gpus, "gpus", "or pass --max-nodes N"))
     else:
         raise UserError(
             "no machine is given",
@@ -119,9 +117,8 @@ def planned_cluster(
 def on_network(cluster: Cluster, host_bytes_per_s: float) -> Cluster:
     """The same machines on a network of this rate."""
     check.positive(network=host_bytes_per_s)
-    if len(cluster.links) < 2:
-        hint = "omit it: a network is needed between hosts only"
-        raise UserError("does not apply to one host", field="network", hint=hint)
+    hint = "omit it: a network is needed between hosts only"
+    check.that(len(cluster.links) >= 2, "network", None, "does not apply to one host", hint)
     outer = replace(cluster.links[-1], bytes_per_s=host_bytes_per_s / cluster.host_gpus)
     return replace(cluster, links=(*cluster.links[:-1], outer), source="network as stated")
 

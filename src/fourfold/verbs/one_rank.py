@@ -16,7 +16,6 @@ from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
-from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
@@ -37,7 +36,7 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.query import entry_for
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
@@ -231,10 +230,8 @@ def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec
     steps, warmup = (_FLOOR_STEPS, _FLOOR_WARMUP) if request.against else (_STEPS, _WARMUP)
     table = {"steps": steps, "warmup": warmup, **table}
     spec = described(table, ranks=1)
-    if spec.batch.micro_batch == 0:
-        raise UserError(
-            "must be a number here, not 'auto'", field="micro_batch", hint="pass a micro batch"
-        )
+    rule = "must be a number here, not 'auto'"
+    check.that(spec.batch.micro_batch, "micro_batch", None, rule, "pass a micro batch")
     return replace(spec, warmup=max(2, spec.warmup))
 
 
@@ -243,10 +240,9 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     stages = {"first": 0, "last": spec.layout.pp - 1, "worst": planner.fullest_stage()}
     if wanted in stages:
         return stages[wanted] * spec.layout.stride("pp")
-    if not wanted.isdecimal() or int(wanted) >= spec.gpus:
-        rule = f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst"
-        hint = f"the last rank is {spec.gpus - 1}"
-        raise UserError(rule, field="as-rank", value=wanted, hint=hint)
+    rule = f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst"
+    hint = f"the last rank is {spec.gpus - 1}"
+    check.that(wanted.isdecimal() and int(wanted) < spec.gpus, "as-rank", wanted, rule, hint)
     return int(wanted)
 
 

@@ -19,7 +19,7 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
 from fourfold.search.query import PlanQuery
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, codec, words
+from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import parse
@@ -120,9 +120,7 @@ def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy:
 
 def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
     """The cluster, and what to say of its size; how a name was read is an event."""
-    gpus = request.gpus
-    if gpus is not None and not 1 <= gpus <= 2**20:
-        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
+    check.whole(1, 2**20, gpus=request.gpus)
     cluster = planned_cluster(
         cluster=request.cluster,
         gpu=request.gpu,
@@ -145,10 +143,9 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
     if request.max_nodes is not None:
         most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
         counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
-    if most > cluster.gpus:
-        rule = f"exceeds the {counted(cluster.gpus, 'GPU')} of {cluster.name}"
-        hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
-        raise UserError(rule, field="gpus", value=most, hint=hint)
+    rule = f"exceeds the {counted(cluster.gpus, 'GPU')} of {cluster.name}"
+    hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
+    check.that(most <= cluster.gpus, "gpus", most, rule, hint)
     return counts
 
 

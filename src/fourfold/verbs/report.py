@@ -16,6 +16,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
 from fourfold.result.record import Record
 from fourfold.search.running_score import Judged, RunningScore, scores, stored_predictions
+from fourfold.spec import check
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
 from fourfold.tables.forms import read_file
@@ -77,12 +78,9 @@ class Report(Answer):
 def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
     rule = convention(request.convention or STYLE_CONVENTION[request.style]).id
     found, stored = _records(request, on_event)
-    if not found:
-        raise UserError(
-            "contains no results",
-            value=" ".join(request.sources) or request.runs,
-            hint="'fourfold bench' and 'fourfold sweep' store runs; --runs selects another store",
-        )
+    hint = "'fourfold bench' and 'fourfold sweep' store runs; --runs selects another store"
+    sources = " ".join(request.sources) or request.runs
+    check.that(found, "", sources, "contains no results", hint)
     document = publish(found, request.style, rule)
     judged = _scores(request, [item for item in stored if item is not None])
     rows = [one for one, item in zip(found, stored, strict=True) if item is None]
@@ -206,20 +204,15 @@ def lint(paths: Sequence[str], *, ignored: Sequence[str] = ()) -> Findings:
     for rule in ignored:
         if rule not in RULES:
             raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
-    if not paths:
-        raise UserError("is required", field="FILE", hint="a .md, .csv or .json file")
+    check.given(paths, "FILE", "a .md, .csv or .json file")
     found: list[tuple[str, Finding]] = []
     tables = rows = 0
     for path in paths:
         document = read_file(path)
         known = [table for table in document.tables if style_of(table) != "other"]
-        if not known:  # checking none would look like a clean bill
-            raise UserError(
-                "contains no table of a known style",
-                field="FILE",
-                value=path,
-                hint="known styles: mpt, topology, scaling, reference (docs/tables.md)",
-            )
+        # Checking none would look like a clean bill.
+        hint = "known styles: mpt, topology, scaling, reference (docs/tables.md)"
+        check.that(known, "FILE", path, "contains no table of a known style", hint)
         tables, rows = tables + len(known), rows + sum(len(table.data) for table in known)
         found += [(path, item) for item in findings_of(document) if item.rule not in ignored]
     return Findings(tuple(found), f"{counted(tables, 'table')}, {counted(rows, 'row')} checked")

@@ -63,8 +63,7 @@ def decided(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = table.get(name, {})
-    if not isinstance(value, Mapping):
-        raise UserError("must be a table", field=name, value=value)
+    check.that(isinstance(value, Mapping), name, value, "must be a table")
     return value
 
 
@@ -127,15 +126,11 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         read_plan(self)
-        bounds = {"top": (1, 10_000), "max_nodes": (1, 2**17), "micro_batch": (0, 2**16)}
-        for name, (least, most) in bounds.items():
-            value = getattr(self, name)
-            if value is not None:
-                check.whole(least, most, **{name: value})
-        if not 0 <= self.risk <= MOST_RISK:
-            raise UserError("must be from 0 to 0.5", field="risk", value=self.risk)
-        if not 0 <= (self.lost or 0.0) < 1:
-            raise UserError("must be below 1", field="lost", value=self.lost)
+        check.whole(1, 10_000, top=self.top)
+        check.whole(1, 2**17, max_nodes=self.max_nodes)
+        check.whole(0, 2**16, micro_batch=self.micro_batch)
+        check.that(0 <= self.risk <= MOST_RISK, "risk", self.risk, "must be from 0 to 0.5")
+        check.that(0 <= (self.lost or 0.0) < 1, "lost", self.lost, "must be below 1")
         if self.tokens is not None and not 0 < self.tokens < 1e18:
             raise UserError("must be above 0", field="tokens", value=self.tokens)
 

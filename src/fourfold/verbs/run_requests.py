@@ -12,12 +12,11 @@ from fourfold.cost.trace.steps import KINDS, Kind
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
-from fourfold.spec import catalog
+from fourfold.spec import catalog, check
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault
-from fourfold.verbs import at_least_one
 from fourfold.verbs.requests import CONVENTION, STORE, Size
 
 
@@ -71,7 +70,7 @@ class MeasureRequest(Launch):
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
-        at_least_one(repeat=self.repeat)
+        check.that(self.repeat >= 1, "repeat", self.repeat, "must be 1 or more")
         if self.engine == OURS:
             object.__setattr__(self, "engine", None)
 

@@ -99,11 +99,9 @@ def _batches(request: MptSweep, fixed: Mapping[str, Any]) -> list[dict[str, Any]
         for power in _exponents("-b", request.batch_exp):
             if 2**power >= length:
                 found.append({**fixed, "seq_len": length, "global_batch": 2**power // length})
-    if not found:
-        raise UserError(
-            "is less than one sequence", field="-b", value=" ".join(map(str, request.batch_exp)),
-            hint=f"use at least {min(request.seq_exp or [11])}, the shortest sequence",
-        )  # fmt: skip
+    hint = f"use at least {min(request.seq_exp or [11])}, the shortest sequence"
+    asked = " ".join(map(str, request.batch_exp))
+    check.that(found, "-b", asked, "is less than one sequence", hint)
     return found
 
 
@@ -130,9 +128,8 @@ def _planned(
     query, counts = resolved(plan, on_event)
     query = replace(query, cluster=_limited(query.cluster, table))
     ranking, _ = best_of(query, counts, least=count)
-    if not len(ranking):
-        hint = "'fourfold plan' with the same flags shows the reasons"
-        raise UserError("found no legal layout that fits", field="count", value=count, hint=hint)
+    hint = "'fourfold plan' with the same flags shows the reasons"
+    check.that(len(ranking), "count", count, "found no legal layout that fits", hint)
     found = []
     basis = f"plan on {query.cluster.name}, calibration {query.calibration}"
     for i in range(min(count, len(ranking))):

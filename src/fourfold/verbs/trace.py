@@ -199,12 +199,10 @@ def _advice(ask: Ask, request: TraceRequest, cluster: Cluster) -> KindAdvice | N
 
 def _layer_spec(request: TraceRequest) -> RunSpec:
     """A middle layer of a preset, one sequence on a rank; sizes given as flags change its shape."""
-    if request.model is None:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    if request.attention != "flash":
-        rule = "is not supported for kind layer, which uses flash attention"
-        hint = "use it with ulysses, allgather or ring"
-        raise UserError(rule, field="attention", value=request.attention, hint=hint)
+    model = check.given(request.model, "model", "'fourfold models' lists presets")
+    rule = "is not supported for kind layer, which uses flash attention"
+    hint = "use it with ulysses, allgather or ring"
+    check.that(request.attention == "flash", "attention", request.attention, rule, hint)
     names = ("hidden", "heads", "kv_heads", "ffn")
     given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     layout = _layout(request)
@@ -212,7 +210,7 @@ def _layer_spec(request: TraceRequest) -> RunSpec:
     words = {"sharding": request.sharding or "zero1", "cp_kind": request.cp_kind or "ring"}
     policy = codec.decode(Policy, words, "policy")
     return layer_spec(
-        replace(catalog.model(request.model), **given),
+        replace(catalog.model(model), **given),
         request.tokens,
         layout,
         dtype=request.dtype,
@@ -251,20 +249,16 @@ def _given_sizes(
 ) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name in ("cp_kind", "sharding"):
-        if getattr(request, name) is not None:
-            raise UserError(
-                "is only for kind layer", field=name.replace("_", "-"), value=getattr(request, name)
-            )
+        value = getattr(request, name)
+        check.that(value is None, name.replace("_", "-"), value, "is only for kind layer")
     for name in ("hidden", "heads", "kv_heads", "ffn"):
         value = getattr(request, name)
         if value is None and model is not None:
             value = getattr(model, name)
+        if name in needed:
+            check.given(value is not None, name, "or pass --model NAME ('fourfold models')")
         if value is not None:
             sizes[name] = value
-        elif name in needed:
-            raise UserError(
-                "is required", field=name, hint="or pass --model NAME ('fourfold models')"
-            )
     if request.heads is not None and request.kv_heads is None:
         sizes["kv_heads"] = request.heads
     sizes.setdefault("kv_heads", sizes.get("heads", 1))
@@ -277,10 +271,9 @@ def _cluster(name: str | None, ranks: int) -> Cluster:
     if name is None:
         return generic_cluster(ranks)
     cluster = catalog.cluster(name, ranks)
-    if ranks > cluster.gpus:
-        raise UserError(
-            f"is too small for {counted(ranks, 'rank')}", field="cluster",
-            value=f"{name} of {cluster.gpus}",
-            hint="use fewer ranks, or a larger cluster",
-        )  # fmt: skip
+    rule, hint = (
+        f"is too small for {counted(ranks, 'rank')}",
+        "use fewer ranks, or a larger cluster",
+    )
+    check.that(ranks <= cluster.gpus, "cluster", f"{name} of {cluster.gpus}", rule, hint)
     return cluster

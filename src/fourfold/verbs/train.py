@@ -21,7 +21,7 @@ from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
 from fourfold.result.trace import trace_window
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
@@ -106,9 +106,8 @@ def _asked(
     request: TrainRequest,
     on_event: OnEvent,
 ) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
-    if not request.out:
-        raise UserError("is required", field="out", hint="name a folder for it, as --out trained")
-    folder = TrainingFolder(request.out)
+    hint = "name a folder for it, as --out trained"
+    folder = TrainingFolder(check.given(request.out, "out", hint))
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
         with folder.locked(), exclusive(folder.root):
@@ -159,13 +158,8 @@ def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore)
     folder = TrainingFolder(path)
     folder.must_be_plain()
     table = folder.described()
-    if not table:
-        raise UserError(
-            "is not a training folder: it has no train.toml",
-            field="show",
-            value=path,
-            hint="pass the --out of a 'fourfold train'",
-        )
+    why = "is not a training folder: it has no train.toml"
+    check.that(table, "show", path, why, "pass the --out of a 'fourfold train'")
     settings = codec.decode(TrainSettings, table.get("train", {}), "train")
     return _shown(folder, settings, {"outcome": "shown"}, rule, on_event)
 

@@ -24,9 +24,9 @@ from fourfold.result.files.training_folder import (
     must_follow,
 )
 from fourfold.search.legal import require_legal
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.hf.tensors import MODULES, approximation
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
 from fourfold.verbs.run_requests import TrainRequest
@@ -47,17 +47,14 @@ def described(
 ) -> tuple[RunSpec, TrainSettings]:
     table = dict(run)
     plain = dict(table.pop("train", {}))
-    if "steps" not in plain:
-        raise UserError("is required", field="steps")
+    check.given("steps" in plain, "steps")
     newest = None if request.fresh else folder.newest()
     asked = plain.get("weights")
     if newest is None:
         _begin_from(table, plain, on_event)
     elif asked:
         plain["weights"] = _same_weights(asked, newest)
-    if "model" not in table:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    spec = codec.load(RunSpec, table)
+    spec = run_of(table)
     if spec.data:  # the ranks, and the next start, may work in another folder
         spec = replace(spec, data=str(Path(spec.data).absolute()))
     return spec, codec.decode(TrainSettings, plain, "train")
@@ -66,14 +63,10 @@ def described(
 def _same_weights(asked: str, newest: Checkpoint) -> str:
     """Weights are where a training begins: one under way can't be given others."""
     began = newest.state.settings.weights if newest.state.settings else ""
-    if str(Path(asked).absolute()) != began:
-        raise UserError(
-            f"contradicts this folder, which is at step {newest.step} and started from "
-            f"{began or 'random weights'}",
-            field="weights",
-            value=asked,
-            hint="omit it, choose another --out, or start over with --fresh",
-        )
+    where = f"is at step {newest.step} and started from {began or 'random weights'}"
+    hint = "omit it, choose another --out, or start over with --fresh"
+    same = str(Path(asked).absolute()) == began
+    check.that(same, "weights", asked, f"contradicts this folder, which {where}", hint)
     return began
 
 
@@ -99,9 +92,8 @@ def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEve
 
 
 def must_be_legal(spec: RunSpec, permit: Permit, *, is_here: bool) -> None:
-    if spec.batch.micro_batch == 0:
-        rule = "must be a number here; only bench supports 'auto'"
-        raise UserError(rule, field="batch.micro_batch", value=0, hint="give a number")
+    rule = "must be a number here; only bench supports 'auto'"
+    check.that(spec.batch.micro_batch != 0, "batch.micro_batch", 0, rule, "give a number")
     if is_here:
         require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus if is_here else 1)
@@ -162,13 +154,10 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
         if not isinstance(error, NotWholeError):
             raise error
     if torn and not whole:
-        raise UserError(
-            f"has {counted(len(torn), 'checkpoint')}, none of them intact:"
-            f" {torn[-1][0]}: {torn[-1][1].rule}",
-            field="out",
-            value=str(folder.root),
-            hint="copy one again from its source; nothing was changed",
-        )
+        name, error = torn[-1]
+        rule = f"has {counted(len(torn), 'checkpoint')}, none of them intact: {name}: {error.rule}"
+        hint = "copy one again from its source; nothing was changed"
+        raise UserError(rule, field="out", value=str(folder.root), hint=hint)
     points = curve.parse(folder.metrics)
     for checkpoint in whole:
         must_follow(checkpoint, points)
@@ -180,9 +169,8 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
 
 def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent) -> None:
     """From nothing, unless a checkpoint is asked for."""
-    if request.resume:
-        hint = "omit --resume to start from scratch"
-        raise UserError("has no intact checkpoint", field="out", value=str(folder.root), hint=hint)
+    hint = "omit --resume to start from scratch"
+    check.that(not request.resume, "out", str(folder.root), "has no intact checkpoint", hint)
     if stored.kind_of(folder.metrics) and stored.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")
         renamed = folder.metrics.rename(stored.free_name(old))

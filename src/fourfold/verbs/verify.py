@@ -91,15 +91,12 @@ def _cases(request: VerifyRequest) -> tuple[list[RunSpec], Mapping[str, int], in
 
 def _wish(request: VerifyRequest, permit: Permit) -> Wish:
     layout = Layout.parse(request.layout) if request.layout else None
-    if request.world is None and layout is None:
-        raise UserError("is required", field="world", hint="or pass --layout")
+    asked = request.world is not None or layout is not None
+    check.given(asked, "world", "or pass --layout")
     world = request.world if request.world is not None else layout.world if layout else 0
-    if layout and layout.world != world:
-        raise UserError(
-            f"has {layout.world} ranks, not the {world} of --world",
-            field="layout",
-            value=request.layout,
-        )
+    if layout:
+        rule = f"has {layout.world} ranks, not the {world} of --world"
+        check.that(layout.world == world, "layout", request.layout, rule)
     check.whole(1, _MAX_WORLD, world=world)
     _checked_sizes(request, world, permit)
     names = request.models or [TINY[family] for family in request.family or USUAL]
@@ -118,15 +115,13 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
 def _must_run(shape: ModelShape) -> None:
     """Refused before layouts are tried: no layout would help."""
     lacking = not_run(shape, verify_cases.SEQ_LEN)
-    if lacking:
-        rule = f"needs {', '.join(lacking)}, which the engine does not support"
-        raise UserError(rule, field="model", value=shape.name, hint="plan and models accept it")
+    rule = f"needs {', '.join(lacking)}, which the engine does not support"
+    check.that(not lacking, "model", shape.name, rule, "plan and models accept it")
 
 
 def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
     """0 is a mistake, not the absence of a wish; and GPUs are counted before ranks start."""
-    asked = {"global_batch": request.global_batch, "micro_batch": request.micro_batch}
-    check.whole(**{name: size for name, size in asked.items() if size is not None})
+    check.whole(global_batch=request.global_batch, micro_batch=request.micro_batch)
     if request.share_gpu and request.device != "cuda":
         raise UserError("needs --device cuda", field="--share-gpu")
     if site_of(request) is not None:

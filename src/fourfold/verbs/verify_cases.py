@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fourfold.errors import UserError
 from fourfold.search.legal import Target, why_not
+from fourfold.spec import check
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
@@ -180,8 +180,7 @@ def _batch(layout: Layout, wish: Wish) -> Batch:
 
 def sample(found: Sequence[RunSpec], count: int, seed: int) -> list[RunSpec]:
     """`count` runs, stratified: by number of axes above 1, then evenly by axes and family."""
-    if count < 1:
-        raise UserError("must be at least 1", field="sample", value=count)
+    check.that(count >= 1, "sample", count, "must be at least 1")
     strata: dict[int, list[RunSpec]] = {1: [], 2: [], 3: []}
     for run in found:
         above_one = sum(run.layout.size(axis) > 1 for axis in AXES)

@@ -97,9 +97,8 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
         return
     check.that(out.is_dir(), "out", str(out), "is a file", "pass a folder")
     names = [path.name for path in out.iterdir()]
-    if names and not force:
-        hint = "use --force to overwrite it, or choose another folder"
-        raise UserError("already exists", field="out", value=str(out), hint=hint)
+    hint = "use --force to overwrite it, or choose another folder"
+    check.that(not names or force, "out", str(out), "already exists", hint)
     made, suffix = _WRITTEN[folder_format]
     other = [name for name in names if name not in made and not name.endswith(suffix)]
     if other:

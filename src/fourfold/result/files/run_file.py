@@ -26,7 +26,7 @@ from fourfold.result.from_run import checked
 from fourfold.result.machine import process_born
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.result.report import RunReport
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 
 INDEX = ".index.json"
@@ -190,9 +190,8 @@ def adopted(root: Path, place: Path) -> Path:
 def _new_name(root: Path) -> Path:
     work = root / WORK
     work.mkdir(parents=True, exist_ok=True)
-    if not is_folder(work):
-        hint = "replace it by a folder"
-        raise UserError("is a symbolic link", field="runs", value=str(work), hint=hint)
+    hint = "replace it by a folder"
+    check.that(is_folder(work), "runs", str(work), "is a symbolic link", hint)
     return work / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
