@@ -179,6 +179,21 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
     assert why_wide(c, replace(entry, ranges={}, noise=0.02), times) == [""]
 
 
+def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
+    c = run(2, hidden=[512, 16384], heads=[8, 128], ffn=[2048, 53248], seq=[2048, 8192])
+    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    entry = replace(entry, ranges={})
+    times = estimate(c, entry.coefficients)
+    low, high = np.log(np.stack(bounds(c, entry, times)) / times.step_s)
+    assert high[0] - low[0] > 1.5 * (high[1] - low[1])
+    measured = replace(entry, rows_time=400)
+    low, high = np.log(np.stack(bounds(c, measured, times)) / times.step_s)
+    assert high[0] - low[0] == pytest.approx(high[1] - low[1])
+    small, large = why_wide(c, entry, times)
+    assert "its host decides" in small
+    assert "host" not in large
+
+
 def test_an_unstated_network_is_in_the_interval_until_it_is_stated() -> None:
     c = run(2, gpus=[8, 512], tp=8, pp=1, vpp=1, dp=[1, 64], net_open=1, net=200e9)
     entry, _ = shipped().entry("nobody-2024", "nowhere", "h")

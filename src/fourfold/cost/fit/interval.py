@@ -3,8 +3,8 @@
 The 80% interval has one conformal factor per situation. Where this stack was measured on this
 machine it is a multiple of what no coefficient explains of its rows; where only its engine was,
 elsewhere, or neither, one width (calibration.ELSEWHERE, NOWHERE). It grows beyond measured ranges,
-and by what an unstated network may do. A choice is something a planner can take or leave (virtual
-stages, ZeRO-3, Ulysses), not a size.
+and by what an unstated network, or a host nobody measured, may do. A choice is something a planner
+can take or leave (virtual stages, ZeRO-3, Ulysses), not a size.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ ROUTED_WIDER = (2.2, 1.25)
 # Bytes/s of a node's network where nobody states it: the tenth and the ninetieth percentile of 25
 # to 400 GB/s, even by logarithm.
 SLOW_NET, FAST_NET = 33e9, 303e9
+# What depends on the host's speed, and how far (log) a host is from the usual one in 80% of cases.
+HOST, HOST_SPREAD = ("host_s", "fixed_s"), 0.64
 
 
 def half_width(entry: FittedStack) -> float:
@@ -44,22 +46,35 @@ def half_width(entry: FittedStack) -> float:
 
 def bounds(c: Columns, entry: FittedStack, times: Times) -> tuple[Floats, Floats]:
     """(low, high) seconds that hold 80% of measured runs."""
-    below = above = _variance(c, entry)
+    below, above = _squares(c, entry)
     is_open = _is_net_open(c)
     if np.any(is_open):
         faster, slower = _net_moves(c.take(is_open), entry)
-        below, above = below.copy(), above.copy()
         below[is_open] += faster**2
         above[is_open] += slower**2
     return times.step_s * np.exp(-np.sqrt(below)), times.step_s * np.exp(np.sqrt(above))
 
 
-def _variance(c: Columns, entry: FittedStack) -> Floats:
-    """Squared half width, the network known."""
+def _squares(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
+    """Squared widths below and above, the network known."""
     total = np.full(len(c), half_width(entry) ** 2)
     for away in offsets(c, entry.ranges).values():
         total = total + (PER_DOUBLING * away) ** 2
-    return total
+    faster, slower = _host_moves(c, entry)
+    return total + faster**2, total + slower**2
+
+
+def _host_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
+    """How much less and more (log) a step takes with a fast and with a slow host, if none of this
+    stack here was measured; nothing where the device takes far longer."""
+    if entry.rows_time:
+        return np.zeros(len(c)), np.zeros(len(c))
+    coef = entry.coefficients
+    fast, usual, slow = (
+        np.log(estimate(c, coef | {name: coef[name] * factor for name in HOST}).step_s)
+        for factor in (np.exp(-HOST_SPREAD), 1.0, np.exp(HOST_SPREAD))
+    )
+    return usual - fast, slow - usual
 
 
 def _is_net_open(c: Columns) -> Bools:
@@ -83,10 +98,10 @@ def open_network(c: Columns, entry: FittedStack, times: Times) -> list[str]:
     if not np.any(_is_net_open(c)):
         return found
     low, high = (end / times.step_s - 1.0 for end in bounds(c, entry, times))
-    half = np.sqrt(_variance(c, entry))
+    below, above = map(np.sqrt, _squares(c, entry))
     for i in np.flatnonzero(_is_net_open(c)):
         before = f"{low[i]:+.0%} to {high[i]:+.0%}"
-        after = f"{np.expm1(-half[i]):+.0%} to {np.expm1(half[i]):+.0%}"
+        after = f"{np.expm1(-below[i]):+.0%} to {np.expm1(above[i]):+.0%}"
         if before != after:
             found[i] = f"network not stated: stating it would narrow {before} to {after}"
     return found
@@ -149,10 +164,13 @@ def why_wide(c: Columns, entry: FittedStack, times: Times) -> list[str]:
     """What makes the interval of each run wide; '' where it is not."""
     low, high = bounds(c, entry, times)
     unstated, away = open_network(c, entry, times), offsets(c, entry.ranges)
+    _, slower = _host_moves(c, entry)
     found = []
     for i in range(len(c)):
         reasons = [] if entry.rows_time else ["nothing of this stack was measured on this machine"]
         reasons += [unstated[i]] if unstated[i] else []
+        if slower[i] > WIDE:
+            reasons.append("its host decides, whose speed is not known")
         far = {name: abs(float(one[i])) for name, one in away.items()}
         worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
         reasons += [f"nothing measured within {2 ** far[name]:.0f}x of {_CALLED.get(name, name)}"
