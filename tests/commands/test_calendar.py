@@ -28,6 +28,15 @@ def test_a_deadline_and_its_gpus_agree(days: float, chance: float) -> None:
     _must_agree(days, chance, 10**12)
 
 
+def test_a_deadline_that_no_number_of_gpus_meets_says_how_near_they_come() -> None:
+    """The guess is beyond what the batch can feed: none of the larger ones has a layout."""
+    asked = replace(PLAN, tokens=2 * 10**12)
+    found = fourfold.calendar(CalendarRequest(plan=asked, deadline=2.0, chance=0.6))
+    assert found.best is None
+    nearest = max((one for one in found.points if not one.reason), key=lambda one: one.gpus)
+    assert nearest.days > 2.0
+
+
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(

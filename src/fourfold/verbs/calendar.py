@@ -84,6 +84,8 @@ class _SizesTried:
         return self.largest(ladder, place)
 
     def fewest(self, ladder: list[int], place: int) -> CalendarPoint | None:
+        while place > 0 and self.at(ladder[place]).reason:  # more than the batch can feed, perhaps
+            place -= 1
         while place > 0 and self.meets(ladder[place]):
             place -= 1
         while place < len(ladder) and not self.meets(ladder[place]):
