@@ -149,7 +149,7 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
 
 def _rows(ranking: Ranking, train: Whole, count: int) -> tuple[PlanRow, ...]:
     first = ranking.predicted.take(np.arange(count))
-    wide = why_wide(first.columns, ranking.query.entry, first.times)
+    wide = why_wide(first.columns, ranking.query.entry, first.times, first.interval_s)
     ranking = replace(ranking, predicted=first)
     train = replace(train, ranking=ranking)
     return tuple(_row(ranking, train, i, wide[i]) for i in range(count))

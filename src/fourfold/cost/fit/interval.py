@@ -23,6 +23,7 @@ from fourfold.cost.step.traffic import crosses
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 
 Bools = NDArray[np.bool_]
+Ends = tuple[Floats, Floats] | None
 TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 # Half widths (log) at 80%: of measured stacks, in units of their noise, with what few rows leave
 # open (by the root of their number); of a doubling beyond measured ranges.
@@ -69,11 +70,9 @@ def _host_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
     stack here was measured; nothing where the device takes far longer."""
     if entry.rows_time:
         return np.zeros(len(c)), np.zeros(len(c))
-    coef = entry.coefficients
-    fast, usual, slow = (
-        np.log(estimate(c, coef | {name: coef[name] * factor for name in HOST}).step_s)
-        for factor in (np.exp(-HOST_SPREAD), 1.0, np.exp(HOST_SPREAD))
-    )
+    coef, factors = entry.coefficients, np.exp([[-HOST_SPREAD], [0.0], [HOST_SPREAD]])
+    moved = coef | {name: coef[name] * factors for name in HOST}
+    fast, usual, slow = np.log(estimate(c, moved).step_s)
     return usual - fast, slow - usual
 
 
@@ -84,20 +83,18 @@ def _is_net_open(c: Columns) -> Bools:
 
 def _net_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
     """How much less and more (log) a step takes on a fast and on a slow network."""
-    usual, slow, fast = (
-        np.log(estimate(replace(c, net=net), entry.coefficients).step_s)
-        for net in (c.net, np.minimum(c.net, SLOW_NET), np.maximum(c.net, FAST_NET))
-    )
+    nets = np.stack([c.net, np.minimum(c.net, SLOW_NET), np.maximum(c.net, FAST_NET)])
+    usual, slow, fast = np.log(estimate(replace(c, net=nets), entry.coefficients).step_s)
     return usual - fast, slow - usual
 
 
-def open_network(c: Columns, entry: FittedStack, times: Times) -> list[str]:
-    """Of each run whose network nobody stated: what its interval would be if it were; '' where that
-    is the same."""
+def open_network(c: Columns, entry: FittedStack, times: Times, ends: Ends = None) -> list[str]:
+    """Of each run whose network nobody stated: what its interval (`ends`, where they are known)
+    would be if it were; '' where that is the same."""
     found = [""] * len(c)
     if not np.any(_is_net_open(c)):
         return found
-    low, high = (end / times.step_s - 1.0 for end in bounds(c, entry, times))
+    low, high = (end / times.step_s - 1.0 for end in ends or bounds(c, entry, times))
     below, above = map(np.sqrt, _squares(c, entry))
     for i in np.flatnonzero(_is_net_open(c)):
         before = f"{low[i]:+.0%} to {high[i]:+.0%}"
@@ -160,10 +157,11 @@ _CALLED = {"hidden": "the width", "seq": "the sequence", "gpus": "the number of 
            "low_precision": "the format of products"}  # fmt: skip
 
 
-def why_wide(c: Columns, entry: FittedStack, times: Times) -> list[str]:
-    """What makes the interval of each run wide; '' where it is not."""
-    low, high = bounds(c, entry, times)
-    unstated, away = open_network(c, entry, times), offsets(c, entry.ranges)
+def why_wide(c: Columns, entry: FittedStack, times: Times, ends: Ends = None) -> list[str]:
+    """What makes the interval of each run (`ends`, where they are known) wide; '' where it is
+    not."""
+    low, high = ends = ends or bounds(c, entry, times)
+    unstated, away = open_network(c, entry, times, ends), offsets(c, entry.ranges)
     _, slower = _host_moves(c, entry)
     found = []
     for i in range(len(c)):

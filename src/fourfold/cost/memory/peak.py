@@ -236,7 +236,10 @@ def moved_coefficients(
 def memory_bounds(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
     """(low, high) bytes of the fullest stage: every coefficient at the ends of its 80% range, the
     effects added as independent ones, with what an allocator's fragments always add or save."""
-    worst = memory(c, entry.coefficients).worst_bytes
+    return _around(c, entry, memory(c, entry.coefficients).worst_bytes)
+
+
+def _around(c: Columns, entry: FittedStack, worst: Floats) -> tuple[Floats, Floats]:
     always = np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS)
     effect = np.zeros((1, len(c)))
     if not np.all(c.fsdp2 > 0):
@@ -267,9 +270,11 @@ def fit_chance(c: Columns, entry: FittedStack) -> Floats:
     nobody measured is put halfway between that and the usual of measured ones, which lies as far
     above, and half of them above that: bloom's needed 27% more than the others say of it."""
     worst = memory(c, entry.coefficients).worst_bytes
-    low, high = memory_bounds(c, entry)
+    low, high = _around(c, entry, worst)
     limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
-    least = memory(c, lean).worst_bytes * np.exp(-np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS))
+    # Counted tensors are the same whatever an engine wastes.
+    least = worst if np.all(c.fsdp2 > 0) else memory(c, lean).worst_bytes
+    least = least * np.exp(-np.where(c.fsdp2 > 0, FSDP2_FRAGMENTS, FRAGMENTS))
     # Less memory, and more of the device.
     least = np.minimum(low, least * limit / limit_bytes(c, lean))
     below, above = np.log(worst / least), np.log(high / worst)

@@ -124,7 +124,7 @@ def _answer(
     out["chance"][part] = fit_chance(c, entry)
     away = offsets(c, entry.ranges).values()
     out["beyond"][part] = sum((np.abs(one) for one in away), np.zeros(len(c)))
-    return open_network(c, entry, found.times), provenance(c, entry)
+    return open_network(c, entry, found.times, found.interval_s), provenance(c, entry)
 
 
 def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:
