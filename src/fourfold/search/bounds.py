@@ -230,16 +230,17 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
     few["pp"] = np.ones_like(few["shard"])
     number = row_numbers(few, (*LAYOUT, "shard"))
     _, first, back = np.unique(number, return_index=True, return_inverse=True)
-    points: dict[str, Any] = {name: column[first][:, None] for name, column in few.items()}
+    points: dict[str, Any] = {name: column[first][:, None, None] for name, column in few.items()}
     # One micro batch in a step: then a rank adds nothing up, which no other number undercuts.
-    ones = dict.fromkeys(("replicate", "virtual_stages", "zero"), np.ones((1, 1), np.int64))
-    once = {"micro_batch": 1, "global_batch": 1, "recompute": np.tile(kinds, len(sizes))[None, :]}
-    c = query.columns(points | ones | {"schedule": np.zeros((1, 1), np.int64)} | once, is_open=True)
-    micro = np.repeat(sizes, len(kinds))[None, :].astype(np.float64)
+    ones = dict.fromkeys(("replicate", "virtual_stages", "zero"), np.ones(1, np.int64))
+    once = {"micro_batch": 1, "global_batch": 1, "recompute": kinds}
+    c = query.columns(points | ones | {"schedule": np.zeros(1, np.int64)} | once, is_open=True)
+    micro = sizes[:, None].astype(np.float64)
     layer = layer_times(c, query.entry.coefficients, micro=micro)
     head, embed, _ = ends_s(c, query.entry.coefficients, micro)
     every = (layer.total, layer.total - layer.host, head, embed)
-    total, busy, head, embed = (np.broadcast_to(one, (len(first), micro.size)) for one in every)
+    shape = (len(first), len(sizes), len(kinds))
+    total, busy, head, embed = (np.ascontiguousarray(np.broadcast_to(one, shape)) for one in every)
     return Pipes(
         query=query,
         rows=pipes,
@@ -249,6 +250,6 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
         kinds=kinds,
         layer_s=total,
         busy_s=busy,
-        head_s=np.ascontiguousarray(head),
-        embed_s=np.ascontiguousarray(embed),
+        head_s=head,
+        embed_s=embed,
     )
