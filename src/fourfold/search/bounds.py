@@ -31,7 +31,7 @@ from fourfold.cost.step.estimate import (
 from fourfold.cost.step.pipeline import StageTimes
 from fourfold.cost.step.rates import is_cpu, overlapped_s, rates_of
 from fourfold.search.candidates import Ints, Places, repeats, row_numbers
-from fourfold.search.peaks import blocks, on_cores
+from fourfold.search.peaks import CHUNK, blocks, on_cores
 from fourfold.search.query import PlanQuery
 from fourfold.search.space import Bools, Space
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -83,7 +83,7 @@ class Cells:
     def gathered_s(self, index: Places) -> Floats:
         """Seconds that points do not undercut, with the weights that each gathers."""
         row, way = np.divmod(index, self.least_s.shape[1])
-        least_s = self.pipes.bound_s(self.pipe[row], way, self.move_s[row])
+        least_s = self.pipes.bound_s(self.pipe[row], way, way, self.move_s[row])
         return least_s * (1.0 - SLACK) + self.per_step_s[row]
 
 
@@ -111,7 +111,10 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
     held = _some(space.legal if asked is None else asked, order, pipe_starts)
     columns = {name: column[first] for name, column in space.rows.items()}
     pipes = pipes_of(space.query, columns, space.ways)
-    once = per_step_s(space.query, space.rows) * (1.0 - SLACK)
+    alike = row_numbers(space.rows, ("replicate", "shard", *MODEL_AXES, *EXPERT_AXES, "zero"))
+    _, some, back = np.unique(alike, return_index=True, return_inverse=True)
+    few = {name: column[some] for name, column in space.rows.items()}
+    once = per_step_s(space.query, few)[back.reshape(-1)] * (1.0 - SLACK)
     least_once = np.minimum.reduceat(once[order], starts) if len(starts) else once
     more_s = np.empty_like(once)
     more_s[order] = once[order] - np.repeat(least_once, counts)
@@ -124,7 +127,7 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
         least_s=(pipes.least_s(held) * (1.0 - SLACK))[of_group] + least_once[:, None],
         more_s=more_s,
         per_step_s=once,
-        move_s=gathering_s(space.query, space.rows),
+        move_s=gathering_s(space.query, few)[back.reshape(-1)],
         pipe=pipe,
         pipes=pipes,
     )
@@ -136,13 +139,13 @@ LAYOUT = (*MODEL_AXES, *EXPERT_AXES, "cp_kind")  # what makes two rows the same 
 def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     """Seconds that every way to run a row pays for gradients and updates, with the waiting that
     they add to a step."""
-    coef, found = query.entry.coefficients, []
+    coef = query.entry.coefficients
     # A single micro batch may be updated from as it is, without sums.
-    for micro in (1, query.batch.global_batch):
-        one = {"micro_batch": np.array([micro]), "recompute": np.zeros(1, np.int64)}
-        c = query.columns(rows | one, is_open=True)
-        found.append(sum(end_of_step_s(c, coef, window=np.array([np.inf])), np.zeros(())))
-    work = np.minimum(*found)
+    micros = np.array([[1], [query.batch.global_batch]])
+    one = {"micro_batch": micros, "recompute": np.zeros(1, np.int64)}
+    c = query.columns(rows | one, is_open=True)
+    reduced, updated = end_of_step_s(c, coef, window=np.array([np.inf]))
+    work = np.min(reduced + updated, axis=0)
     return work + waiting_s(c, coef, work=work, slots=np.zeros(1))[1]
 
 
@@ -179,19 +182,27 @@ class Pipes:
         """[pipes, ways] seconds that no sharding undercuts, what happens once a step left out; 0
         where nothing is held."""
         found = np.zeros(held.shape)
+        kinds = np.arange(len(self.kinds))
 
         def fill(some: Places) -> None:
-            way = np.flatnonzero(held[some].any(axis=0))
-            found[np.ix_(some, way)] = self.bound_s(some[:, None], way[None, :])
+            # Ways come micro batch by micro batch, each with every kind.
+            way = held[some].any(axis=0).reshape(-1, len(kinds)).any(axis=1)
+            way = np.flatnonzero(way) * len(kinds)
+            bound_s = self.bound_s(some[:, None, None], way[:, None], kinds)
+            found[np.ix_(some, (way[:, None] + kinds).reshape(-1))] = bound_s.reshape(len(some), -1)
 
-        on_cores(fill, blocks(held))
+        on_cores(fill, blocks(held, 4 * CHUNK))
         return found
 
-    def bound_s(self, pipe: Places, way: Places, move: Floats | None = None) -> Floats:
-        """The closed form (cost/step/estimate.py) of what happens in the pipeline; `move`: seconds
-        in which a point gathers the weights of a layer."""
+    def bound_s(
+        self, pipe: Places, sized: Places, made: Places, move: Floats | None = None
+    ) -> Floats:
+        """The closed form (cost/step/estimate.py) of what happens in the pipeline, of ways with the
+        micro batch of the one and the recompute of the other; `move`: seconds in which a point
+        gathers the weights of a layer."""
         points = {name: column[pipe] for name, column in self.rows.items()}
-        points |= {name: column[way] for name, column in self.ways.items()}
+        points["micro_batch"] = self.ways["micro_batch"][sized]
+        points["recompute"] = self.ways["recompute"][made]
         c, coef = self.query.columns(points, is_open=True), self.query.entry.coefficients
         kind = np.searchsorted(self.kinds, points["recompute"])
         first = self.layouts[pipe] * len(self.sizes)
