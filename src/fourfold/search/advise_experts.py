@@ -34,7 +34,7 @@ def expert_rates(shapes: Sequence[LayerShape], kernels: Kernels) -> Floats:
     rates, seconds = rates_of(c, kernels.coefficients), np.zeros(len(shapes))
     for op in experts(c, Sizes(c, c.micro)):
         if op.kind == "grouped product":
-            seconds = seconds + rates.seconds(replace(op, n=np.ceil(op.n / TILE) * TILE))
+            seconds = seconds + rates.seconds(op._replace(n=np.ceil(op.n / TILE) * TILE))
         elif op.kind != "collective":
             seconds = seconds + rates.seconds(op)
     useful = (2.0 + c.gated) * c.hidden * c.expert_ffn * c.top_k

@@ -6,7 +6,6 @@ for which the others wait."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -41,6 +40,8 @@ class ExpertSizes:
         self.local = np.maximum(1.0, c.experts / c.ep)  # experts of a rank
         self.rows = self.tokens * c.top_k * c.etp * c.fullest
         self.each = self.rows / self.local
+        self.moved = self.tokens * c.hidden * c.act_bytes  # bytes of tokens, and of their copies
+        self.whole = self.rows * c.hidden * c.act_bytes
         self.wide = (1.0 + c.gated) * c.expert_ffn / c.etp
         self.ffn = c.expert_ffn / c.etp
         self.again = c.full_ckpt + (1.0 - c.full_ckpt) * c.moe_ckpt
@@ -52,7 +53,7 @@ class ExpertSizes:
 
 def shared_out(ops: Iterable[Op], share: Floats) -> Iterator[Op]:
     """Operations that only a share of the layers has."""
-    return (replace(op, share=share) for op in ops)
+    return (op._replace(share=share) for op in ops)
 
 
 def experts(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -84,12 +85,11 @@ def _exchange(c: Columns, e: ExpertSizes, name: str) -> Iterator[Op]:
     """Rows in order of their experts, to other ranks and, where slices of an expert lie on several,
     to all of these; back the other way round. Gradients take the same ways. A kernel of ours reads
     a token once for all of its copies, and writes their sum once."""
-    whole, moved = e.rows * c.hidden * c.act_bytes, e.tokens * c.hidden * c.act_bytes
     passes = _around(c) * dispatch.fact(c.dispatcher, "passes")
     passes = passes - np.where(c.our_kernels > 0, 1.0 - 1.0 / np.maximum(1.0, c.top_k), 0.0)
-    order = partial(Op, name=f"{name}, order", kind="elementwise", bytes=passes * whole / c.etp)
-    sent = partial(Op, name=name, kind="collective", axis="ep", bytes=moved)
-    slices = partial(Op, name=f"{name}, slices", kind="collective", axis="etp", bytes=whole)
+    order = partial(Op, name=f"{name}, order", kind="elementwise", bytes=passes * e.whole / c.etp)
+    sent = partial(Op, name=name, kind="collective", axis="ep", bytes=e.moved)
+    slices = partial(Op, name=f"{name}, slices", kind="collective", axis="etp", bytes=e.whole)
     for op in (order, sent, slices):
         yield op(again=e.again)
         yield op(phase="inputs")

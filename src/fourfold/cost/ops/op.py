@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ NONE: Any = np.float64(0.0)  # a number is a column of all runs
 _ONE: Any = np.float64(1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(NamedTuple):
     """`m, n, k`: of a product; of attention `m` is the sequences. `bytes`: read and written by a
     kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how many gathers or
     scatters it is worth (an all-reduce: 2). `again`: the share of layers whose backward pass does

@@ -7,6 +7,7 @@ full. A rough guess by coefficients that begin with `cpu_`, which only a profile
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,8 @@ class Rates:
     coef: Coefficients
     flash_shape: FlashShape | None = None
     _known: dict[object, Floats] = field(default_factory=dict)
-    _message: tuple[Any, Any] = (None, None)  # the last one's bytes, and seconds of a half
+    # By axis: the last message's bytes, and its seconds.
+    _messages: dict[str, tuple[Any, Floats]] = field(default_factory=dict)
 
     def seconds(self, op: Op) -> Floats:
         """A method for each kind of kernel, and for each axis of messages."""
@@ -100,9 +102,12 @@ class Rates:
 
     def tp(self, op: Op) -> Floats:
         """Each gather or scatter of a tensor group; in pieces under products, a part is paid."""
-        if self._message[0] is not op.bytes:
-            self._message = op.bytes, self._half_s(op.bytes)
-        return op.halves * self._message[1]
+        return op.halves * self._sent(op, self._half_s)
+
+    def _sent(self, op: Op, seconds: Callable[[Floats], Floats]) -> Floats:
+        if op.axis not in self._messages or self._messages[op.axis][0] is not op.bytes:
+            self._messages[op.axis] = op.bytes, seconds(op.bytes)
+        return self._messages[op.axis][1]
 
     def _half_s(self, data: Floats) -> Floats:
         c, coef = self.c, self.coef
@@ -119,21 +124,27 @@ class Rates:
         c, coef, size, apart = self.c, self.coef, self.c.shard, self.c.tp
         if op.axis != "shard":  # experts: the same one is so far away
             size, apart = c.expert_shard, c.ep * c.etp
-        move = op.bytes * (size - 1.0) / size / group_rate(c, coef, size, apart)
-        return op.times * (move + 0.25 * ring_s(c, coef, size, apart))
+        if op.axis not in self._known:
+            self._known[op.axis] = group_rate(c, coef, size, apart)
+            self._known[f"{op.axis}, ring"] = 0.25 * ring_s(c, coef, size, apart)
+        move = op.bytes * (size - 1.0) / size / self._known[op.axis]
+        return op.times * (move + self._known[f"{op.axis}, ring"])
 
     def ep(self, op: Op) -> Floats:
         """Tokens to experts of other ranks, or back."""
-        return tokens_s(self.c, self.coef, op.bytes)
+        return self._sent(op, lambda data: tokens_s(self.c, self.coef, data))
 
     def etp(self, op: Op) -> Floats:
         """Rows to all ranks that hold slices of an expert."""
         c, near = self.c, np.ones_like(self.c.tp)
-        return half_collective_s(c, self.coef, op.bytes, size=c.etp, stride=near)
+        return self._sent(
+            op, lambda data: half_collective_s(c, self.coef, data, size=c.etp, stride=near)
+        )
 
     def send(self, op: Op) -> Floats:
-        rate = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)
-        return op.times * (op.bytes / rate + self.coef["micro_s"] / 2.0)
+        if "send" not in self._known:
+            self._known["send"] = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)
+        return op.times * (op.bytes / self._known["send"] + self.coef["micro_s"] / 2.0)
 
     def host(self, op: Op) -> Floats:
         return host_layer_s(self.c, self.coef)

@@ -152,6 +152,8 @@ def half_collective_s(
     c: Columns, coef: Coefficients, data: Floats, *, size: Floats, stride: Floats
 ) -> Floats:
     """Seconds of an all-gather or reduce-scatter of `data` bytes over the group."""
+    if not np.any(size > 1):
+        return np.zeros(())
     move = data * (size - 1.0) / size / group_rate(c, coef, size, stride)
     return np.where(size > 1, move + (size - 1.0) * hop_s(c, coef, size, stride), 0.0)
 
