@@ -16,13 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.held import (
-    layer_bytes,
-    least_beside,
-    least_state,
-    most_beside,
-    most_state,
-)
+from fourfold.cost.memory.held import beside_bytes, layer_bytes, least_state, most_state
 from fourfold.cost.memory.peak import (
     GIB,
     gathered_bytes,
@@ -30,7 +24,7 @@ from fourfold.cost.memory.peak import (
     stage_loads,
     weight_bytes,
 )
-from fourfold.cost.memory.stage import around_bytes, stages
+from fourfold.cost.memory.stage import around_bytes, stage_weights, stages
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.query import PlanQuery
@@ -167,17 +161,17 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
         may_run, c = asked[row, way], table.columns(row, way)
         one, micros, cached = layer_bytes(c), c.micros, around_bytes(c, coef)[1]
         for i, stage in enumerate(stages(c, micros)):
-            most[i][cross] = np.where(may_run, most_beside(c, one, stage, micros) * cached, np.inf)
-            for k, held in enumerate(least_beside(c, one, stage, micros)):
-                least[2 * i + k][cross] = np.where(may_run, held * cached, np.inf)
+            tables = (*least[2 * i : 2 * i + 2], most[i])
+            for found, held in zip(tables, beside_bytes(c, one, stage, micros), strict=True):
+                found[cross] = np.where(may_run, held * cached, np.inf)
 
     on_cores(fill, blocks(asked[first]))
     one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
     c = table.query.columns(rows | one, is_open=True)
     base, cached = around_bytes(c, coef)
-    both = stages(c, c.micros)
-    below = [held for stage in both for held in least_state(c, stage, c.micros)]
-    above = [most_state(c, stage, c.micros) for stage in both]
+    every = [stage_weights(c, stage, c.micros) for stage in stages(c, c.micros)]
+    below = [held for weights in every for held in least_state(c, weights)]
+    above = [most_state(c, weights) for weights in every]
     low, high = (np.stack([one * cached + base for one in some], axis=1) for some in (below, above))
     return _Counted(
         table,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.stage import Stage, Weights, stage_weights
+from fourfold.cost.memory.stage import Stage, Weights, embed_weights
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
 from fourfold.spec.words import SCHEDULES
@@ -54,14 +54,17 @@ def layer_bytes(c: Columns) -> LayerBytes:
     products = [op for op in ops if op.kind.endswith("product")]
     whole = c.tokens * c.hidden * c.act_bytes
     between = whole / c.split
-    late = sum((_input(c, op) + op.m * op.n * op.groups * c.act_bytes for op in products),
-               np.zeros(()))  # fmt: skip
+    split = late = np.zeros(())
+    if np.any(c.schedule == _ZERO_BUBBLE):
+        split = _most(c, ops, is_split=True) + between
+        both = (_input(c, op) + op.m * op.n * op.groups * c.act_bytes for op in products)
+        late = sum(both, late)
     return LayerBytes(
         between=between,
         whole=whole,
         kept=_counted(c, ops),
         backward=_most(c, ops, is_split=False) + between,
-        split=_most(c, ops, is_split=True) + between,
+        split=split,
         late=late,
     )
 
@@ -197,46 +200,43 @@ def sums_bytes(c: Columns, w: Weights) -> Floats:
     return np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
 
 
-def least_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> list[Floats]:
+def beside_bytes(
+    c: Columns, one: LayerBytes, stage: Stage, micros: Floats
+) -> tuple[Floats, Floats, Floats]:
     """Of what is there beside the state, at least: in the top layer's backward or in the loss of
-    the first pass, and in the top layer's of a later one, where all gradients are there."""
-    s, w = one, stage_weights(c, stage, micros)
+    the first pass, and in the top layer's of a later one, where all gradients are there.
+
+    And at most: all that is kept, and the largest of what layers and the loss hold for a moment.
+    Infinite for split backwards, which hold more."""
     early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
     late = held(c, one, stage, in_later(c, stage, micros), micros)
-    loss = stage.last * (s.whole + loss_bytes(c, w.head))
     some, is_later = stage.layers >= 1, (micros > 1) & ~in_single_round(c, micros)
-    return [
-        np.where(some, early.base + np.maximum(early.left + early.top, early.own + loss), -np.inf),
+    lost = loss_bytes(c, stage.last * embed_weights(c))
+    loss = stage.last * (one.whole + lost)
+    least = early.base + np.maximum(early.left + early.top, early.own + loss)
+    layers = [backward_bytes(c, one, again) for again in (stage.next_again, stage.low_again)]
+    moment = np.maximum(np.maximum(early.top, 2.0 * one.between), np.maximum(*layers))
+    loss = stage.last * (one.whole + np.maximum(lost, logits_bytes(c)))
+    most = early.base + early.own + np.maximum(moment, loss)
+    return (
+        np.where(some, least, -np.inf),
         np.where(some & is_later, late.base + late.left + late.top, -np.inf),
-    ]
+        np.where(some, np.where(is_split(c), np.inf, most), 0.0),
+    )
 
 
-def least_state(c: Columns, stage: Stage, micros: Floats) -> list[Floats]:
+def least_state(c: Columns, w: Weights) -> list[Floats]:
     """State and weights beside those: without gradients, and with them."""
-    w = stage_weights(c, stage, micros)
     copied = np.where(c.param_bytes != c.act_bytes, w.all * c.act_bytes, 0.0)
     # Alone, what the head's copies give back is no more than copies and gradients.
     late = np.where(c.is_alone, 0.0, sums_bytes(c, w) + w.later)
     return [w.state + np.where(c.is_alone, copied, w.unsharded), w.state + late]
 
 
-def most_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> Floats:
-    """Of what is there beside the state, at most: all that is kept, and the largest of what layers
-    and the loss hold for a moment. Infinite for split backwards, which hold more."""
-    s, w = one, stage_weights(c, stage, micros)
-    early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
-    loss = np.maximum(loss_bytes(c, w.head), logits_bytes(c))
-    layers = [backward_bytes(c, one, again) for again in (stage.next_again, stage.low_again)]
-    moment = np.maximum(np.maximum(early.top, 2.0 * s.between), np.maximum(*layers))
-    moment = np.maximum(moment, stage.last * (s.whole + loss))
-    most = np.where(is_split(c), np.inf, early.base + early.own + moment)
-    return np.where(stage.layers >= 1, most, 0.0)
-
-
-def most_state(c: Columns, stage: Stage, micros: Floats) -> Floats:
+def most_state(c: Columns, w: Weights) -> Floats:
     """State, weights, gradients and every buffer that their exchange may need, as if all were there
     at once. Infinite where nobody else sees other tokens, which is counted otherwise."""
-    w, a, g = stage_weights(c, stage, micros), c.act_bytes, c.acc_bytes
+    a, g = c.act_bytes, c.acc_bytes
     copied = np.where(c.dp * c.cp > w.shards, g / w.shards, 0.0)
     sending = np.maximum(a, np.maximum(w.back, w.divided)) + g
     last = (np.maximum(w.root, w.layer) + (c.vpp - 1.0) * w.layer) * g

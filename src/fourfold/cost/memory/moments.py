@@ -107,18 +107,22 @@ class _Pass(NamedTuple):
 
 def stage_peak(c: Columns, layer: LayerBytes, stage: Stage, micros: Floats) -> Peak:
     """Of the first backward pass, without gradients of earlier micro batches, or of a later one."""
-    early = _peak(c, layer, stage, np.maximum(stage.flight, 1.0), micros, later=False)
-    late = _peak(c, layer, stage, in_later(c, stage, micros), micros, later=True)
+    w = stage_weights(c, stage, micros)
+
+    def in_pass(flight: Floats, later: bool) -> Peak:
+        return _peak(
+            _Pass(c, stage, w, held(c, layer, stage, flight, micros), micros, flight, later)
+        )
+
+    early = in_pass(np.maximum(stage.flight, 1.0), False)
+    late = in_pass(in_later(c, stage, micros), True)
     use = (micros > 1) & (late.total > early.total)
     both = ((getattr(late, f.name), getattr(early, f.name)) for f in fields(Peak))
     return Peak(*(np.where(use, *pair) for pair in both))
 
 
-def _peak(
-    c: Columns, layer: LayerBytes, stage: Stage, flight: Floats, micros: Floats, *, later: bool
-) -> Peak:
-    w, keeps = stage_weights(c, stage, micros), held(c, layer, stage, flight, micros)
-    now = _Pass(c, stage, w, keeps, micros, flight, later)
+def _peak(now: _Pass) -> Peak:
+    c, stage, w, later = now.c, now.stage, now.w, now.later
     grads = sums_bytes(c, w) if later else np.zeros_like(w.all)
     in_loss, loss = _in_loss(now)
     fullest = np.maximum.reduce(np.broadcast_arrays(*_moments(now, in_loss, grads)))

@@ -118,9 +118,13 @@ class Weights:
     reduced: Floats  # bytes of it that they keep from one micro batch to the next
 
 
+def embed_weights(c: Columns) -> Floats:
+    return np.ceil(c.vocab / c.tp) * c.hidden
+
+
 def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
     one, n = c.rank_layer_weights + c.rank_expert_weights, stage.layers
-    embed = np.ceil(c.vocab / c.tp) * c.hidden
+    embed = embed_weights(c)
     head = stage.last * embed
     own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)
     rows = np.where(c.positions < 0, c.seq, c.positions)
