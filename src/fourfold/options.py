@@ -13,11 +13,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import FORMATS
 from fourfold.flag import Option
-from fourfold.spec import check, codec, words
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Batch, Layout, Policy, RunSpec, check, codec, words
 from fourfold.spec.site import parse_assignments
 
 T = TypeVar("T")

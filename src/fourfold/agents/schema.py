@@ -9,12 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fourfold.search.plan_answer import SHOWN_OF_POLICY
-from fourfold.spec import codec
-from fourfold.spec.batch import Ramp
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
+from fourfold.spec import Cluster, Layout, ModelShape, Policy, Ramp, codec
 
 Schema = dict[str, Any]
 _PLAIN: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}

@@ -17,12 +17,7 @@ from fourfold.page.planner import count_ways
 from fourfold.result.report import Prediction
 from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
-from fourfold.spec import check, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, check, codec
 from fourfold.verbs.collect import CollectRequest
 from fourfold.verbs.flops import Flops, FlopsRequest
 from fourfold.verbs.machine import planned_cluster

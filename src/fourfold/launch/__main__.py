@@ -12,8 +12,7 @@ from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
 from fourfold.result.job import Job, JobReport
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, codec
 from fourfold.spec.site import parse_assignments
 
 USAGE = """\

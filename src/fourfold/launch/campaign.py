@@ -24,8 +24,7 @@ from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
 from fourfold.result.machine import MachineKey, this_machine, torch_version
 from fourfold.result.report import Failure, Prediction, Remedy, RunReport
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, codec
 from fourfold.units import counted
 
 _LOOK_S = 0.1

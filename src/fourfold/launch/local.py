@@ -36,8 +36,7 @@ from fourfold.result.job import (
 )
 from fourfold.result.report import Failure
 from fourfold.result.trace import LayerTrace, TraceMeasure
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 
 Progress = Callable[[str], None]
 _DUMP_S = 3.0  # after a hang, ranks dump their stacks

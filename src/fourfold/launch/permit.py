@@ -14,8 +14,7 @@ from typing import TypeVar
 from fourfold.errors import UserError
 from fourfold.result.job import Job
 from fourfold.result.machine import host_memory_bytes, listed_gpus
-from fourfold.spec import check
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check
 from fourfold.spec.site import Env, require_plain
 from fourfold.units import counted, show_bytes
 

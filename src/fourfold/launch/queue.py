@@ -22,8 +22,7 @@ from fourfold.launch.folder import job_folder
 from fourfold.launch.identity import Claim, ScriptFolders, claim, number_of
 from fourfold.launch.slurm import Slurm, has_run, script_of, submitted
 from fourfold.result.job import JOB_FILE, Job
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, codec
 
 JOBS = ".jobs"
 _LOOK_S, _SAY_EVERY_S = 0.2, 2.0

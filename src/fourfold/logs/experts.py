@@ -10,8 +10,7 @@ from functools import cache
 
 from fourfold.cost.count.params import model_params
 from fourfold.logs.nested import Flat, is_none, number, whole, yes
-from fourfold.spec import catalog
-from fourfold.spec.model import ModelShape
+from fourfold.spec import ModelShape, catalog
 
 _WORDS = re.compile(r"[a-z][a-z_]+")
 _SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")

@@ -17,8 +17,7 @@ from fourfold.search.plan_answer import TRAINING, plain
 from fourfold.show import plan as shown
 from fourfold.show.plan_notes import capacities
 from fourfold.show.table import Grid, Part
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.model import ModelShape
+from fourfold.spec import Cluster, ModelShape
 from fourfold.spec.words import SHARDINGS
 from fourfold.units import counted
 from fourfold.verbs.export import Exported, NotExported, export_all

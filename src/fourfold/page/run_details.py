@@ -24,11 +24,7 @@ from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
 from fourfold.search.query import entry_for
-from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Ramp
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.model import ModelShape
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Cluster, ModelShape, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
 from fourfold.spec.toml import toml_text
 from fourfold.verbs.facts import post_mortem

@@ -13,9 +13,8 @@ from fourfold.errors import UserError
 from fourfold.result.record import KINDS, RUN_FIELDS, Record
 from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
-from fourfold.spec import check, codec
+from fourfold.spec import Policy, check, codec
 from fourfold.spec.layout import AXES, EXPERT_AXES
-from fourfold.spec.policy import Policy
 from fourfold.spec.words import BUNDLES, precision_name
 
 # 'fourfold.engine.process.health.MemoryLimitError: ...' says no more than its last word.

@@ -13,8 +13,7 @@ from typing import Literal
 from fourfold.errors import UserError
 from fourfold.result import report
 from fourfold.result.timing import Warmup
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.train import TrainSettings
 
 # ping: every rank joins and answers; finds a rank that can't come up before a long run does.

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fourfold.errors import UserError
-from fourfold.spec import check
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check
 
 How = Literal["new", "copied", "received", "view"]
 Op = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]

@@ -6,9 +6,8 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Grid, Part, or_dash, table
-from fourfold.spec import codec
+from fourfold.spec import ModelShape, codec
 from fourfold.spec.experts import Moe
-from fourfold.spec.model import ModelShape
 
 if TYPE_CHECKING:
     from fourfold.verbs.advise import Advice

@@ -16,12 +16,8 @@ from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
 from fourfold.result.record import OWN_STACK, Record
-from fourfold.spec import catalog
-from fourfold.spec.batch import Batch
+from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog
 from fourfold.spec.cluster import device_id
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
 from fourfold.tables.shape import SHAPE_FIELDS, model_of, peak_tflops, shape_of
 
 TRAINING, BENCHMARK = "training-equivalent", "benchmark-only"

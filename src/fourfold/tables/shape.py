@@ -15,10 +15,8 @@ from fourfold.cost.count.flops import CONVENTIONS, TRIED, FlopsQuery, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.result.record import Record
-from fourfold.spec import catalog, codec
-from fourfold.spec.layout import Layout
+from fourfold.spec import Layout, Policy, catalog, codec
 from fourfold.spec.model import FAMILIES, ModelShape
-from fourfold.spec.policy import Policy
 from fourfold.tables import cells
 
 # BLOOM's padded vocabulary and length, those of all topology notes; used where a table is silent.

@@ -16,10 +16,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.result.trace import TRACE_KEY, TracedRun
-from fourfold.spec import catalog, check, codec
+from fourfold.spec import ModelShape, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
-from fourfold.spec.model import ModelShape
-from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
 from fourfold.traces.chrome import GZIP_MAGIC
 from fourfold.traces.counted import Counts, count

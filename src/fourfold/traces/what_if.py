@@ -8,9 +8,8 @@ from math import exp, prod
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import check, codec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.layout import AXES
-from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
 from fourfold.traces.cause import MEMORY_BOUND, Cause, TraceCase
 from fourfold.traces.expect import Interval

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from fourfold.escape import html_table
-from fourfold.spec import check, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
+from fourfold.spec import Batch, Layout, Policy, check, codec
 from fourfold.units import counted
 
 LAYOUT_RULE = "must be a table, a text such as 'tp8 pp2', or a Layout"

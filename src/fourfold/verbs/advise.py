@@ -17,8 +17,7 @@ from fourfold.search.advise_experts import expert_advice
 from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, check, codec, words
-from fourfold.spec.cluster import Cluster, Device
+from fourfold.spec import Cluster, Device, catalog, check, codec, words
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
 from fourfold.verbs import Answer

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from fourfold.cost.calendar.assumptions import Assumptions, defaults
 from fourfold.errors import UserError
 from fourfold.flag import flag
-from fourfold.spec import check, codec
-from fourfold.spec.batch import Ramp
+from fourfold.spec import Ramp, check, codec
 from fourfold.units import count_from, days_from
 from fourfold.verbs import Answer
 from fourfold.verbs.requests import Count, PlanRequest, Share, Size

@@ -19,12 +19,8 @@ from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
 from fourfold.search.ranking import rank_layouts
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Cluster
+from fourfold.spec import Batch, Cluster, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest

@@ -23,10 +23,8 @@ from fourfold.logs.row import Row, complete
 from fourfold.result.profile import coefficients_of
 from fourfold.search.query import entry_for
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.cluster import Cluster
+from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
-from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase
 from fourfold.traces.causes import find_causes

@@ -26,8 +26,7 @@ from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
 from fourfold.result.report import RunReport
 from fourfold.search.export.setup import Setup
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.site import Site
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.engines import (

@@ -14,9 +14,7 @@ from fourfold.launch.permit import gpu_count
 from fourfold.logs.book import READERS
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.site import Env, Site, require_form
 
 _DATA = Path(catalog.DATA) / "engines"

@@ -27,11 +27,7 @@ from fourfold.search.plan_answer import PlanRow
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.question import resolved

@@ -12,11 +12,9 @@ from fourfold.result.from_run import record_of
 from fourfold.result.quality import flags, straggler, throttles
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
-from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
+from fourfold.spec import Batch, RunSpec, catalog, codec
 from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
-from fourfold.spec.run import RunSpec
 from fourfold.verbs.flops import utilisation
 from fourfold.verbs.run_requests import OURS
 

@@ -10,8 +10,7 @@ from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utili
 from fourfold.cost.count.params import active_params, model_params
 from fourfold.errors import UserError
 from fourfold.flag import flag
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.batch import Batch
+from fourfold.spec import Batch, catalog, check, codec
 from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.supported import windowed
 from fourfold.units import number_from

@@ -19,8 +19,7 @@ from fourfold.search.compare import best_of, shapes_near
 from fourfold.search.fastest import fastest
 from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
 from fourfold.search.ranking import Ranking, rank_layouts
-from fourfold.spec import catalog
-from fourfold.spec.model import ModelShape
+from fourfold.spec import ModelShape, catalog
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.plan import plan

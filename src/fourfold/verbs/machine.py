@@ -22,9 +22,8 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import Target
 from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
-from fourfold.spec import catalog, check
+from fourfold.spec import RunSpec, catalog, check
 from fourfold.spec.cluster import Cluster, device_id
-from fourfold.spec.run import RunSpec
 from fourfold.units import counted, show_bytes
 
 GUESS = "a rough guess from the cores"

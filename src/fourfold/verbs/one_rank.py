@@ -36,8 +36,7 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.query import entry_for
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of

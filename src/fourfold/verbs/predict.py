@@ -30,11 +30,9 @@ from fourfold.result.report import Prediction
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict as predict_specs
 from fourfold.search.query import entry_for, usual_cluster
-from fourfold.spec import catalog, codec
+from fourfold.spec import Cluster, RunSpec, catalog, codec
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
-from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration

@@ -19,13 +19,9 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
 from fourfold.search.query import PlanQuery
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import catalog, check, codec, words
-from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Cluster
+from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
 from fourfold.units import counted
 from fourfold.verbs.machine import beyond_source, planned_calibration, planned_cluster

@@ -12,11 +12,7 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.search.choice import MOST_RISK, RISK
-from fourfold.spec import check, codec
-from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.model import ModelShape
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Batch, Cluster, ModelShape, Ramp, RunSpec, check, codec
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, share_from, size_from
 from fourfold.verbs import LAYOUT_RULE, read_plan

@@ -12,8 +12,7 @@ from fourfold.cost.trace.steps import KINDS, Kind
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
-from fourfold.spec import catalog, check
-from fourfold.spec.cluster import Cluster
+from fourfold.spec import Cluster, catalog, check
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault

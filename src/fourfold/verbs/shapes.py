@@ -16,10 +16,7 @@ from fourfold.cost.count.params import (
     stage_layers,
 )
 from fourfold.errors import UserError
-from fourfold.spec import catalog, codec
-from fourfold.spec.cluster import Cluster, Device
-from fourfold.spec.model import ModelShape
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Cluster, Device, ModelShape, RunSpec, catalog, codec
 from fourfold.spec.supported import not_run, remarks
 from fourfold.verbs import Answer
 

@@ -19,8 +19,7 @@ from fourfold.launch.local import JobError, require_torch
 from fourfold.launch.queue import Queue
 from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
 from fourfold.result.job import JOB_FILE, Job
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, codec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest

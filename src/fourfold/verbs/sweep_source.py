@@ -13,10 +13,8 @@ from fourfold.events import Event, OnEvent
 from fourfold.result.report import Prediction
 from fourfold.search.compare import best_of
 from fourfold.search.ranking import Ranking
-from fourfold.spec import check, codec
-from fourfold.spec.cluster import Cluster
+from fourfold.spec import Cluster, RunSpec, check, codec
 from fourfold.spec.expression import in_gib, parse
-from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import (
     Combination,
     Expansion,

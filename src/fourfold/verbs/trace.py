@@ -23,12 +23,7 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.local import count_layer, local_device, run_layer, run_list
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.search.legal import require_legal
-from fourfold.spec import catalog, check, codec
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec import Cluster, Layout, ModelShape, Policy, RunSpec, catalog, check, codec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import TraceRequest

@@ -21,8 +21,7 @@ from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
 from fourfold.result.trace import trace_window
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted, show_seconds

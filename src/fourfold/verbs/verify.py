@@ -14,12 +14,8 @@ from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.job import Job, Limits
 from fourfold.result.report import RunReport
-from fourfold.spec import check, codec
+from fourfold.spec import Layout, ModelShape, Policy, RunSpec, check, codec
 from fourfold.spec.catalog import TINY, model
-from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import not_run
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of

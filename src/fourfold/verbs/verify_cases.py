@@ -12,12 +12,8 @@ from itertools import product
 from typing import Any
 
 from fourfold.search.legal import Target, why_not
-from fourfold.spec import check
-from fourfold.spec.batch import Batch
+from fourfold.spec import Batch, ModelShape, Policy, RunSpec, check
 from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
 from fourfold.verbs.run_requests import VerifyRequest
 

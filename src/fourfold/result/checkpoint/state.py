@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
-from fourfold.spec import check
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
 

@@ -26,8 +26,7 @@ from fourfold.result.from_run import checked
 from fourfold.result.machine import process_born
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.result.report import RunReport
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 
 INDEX = ".index.json"
 _VERSION = 2

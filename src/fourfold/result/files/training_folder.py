@@ -22,8 +22,7 @@ from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
-from fourfold.spec import check, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
 from fourfold.spec.words import WIDER

@@ -17,12 +17,9 @@ from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import FAULTS
 from fourfold.search.legal import Target, why_not
-from fourfold.spec.batch import Batch
+from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.experts import Moe
-from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, Positions
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 
 NAMES = {
     "embedding": "embed", "final_norm": "norm", "head": "head", "attention_norm": "norm1",
