@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.conformance import repro
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.install import find
 from fourfold.conformance.lab import Lab
-from fourfold.conformance.verdicts import examine
+from fourfold.conformance.verdicts import examine, repro_script
 
 SMALL = str(Path(__file__).parent / "small_engine.py")
 
@@ -40,7 +39,7 @@ def test_a_missing_reduction_is_named_and_its_script_runs_alone(lab: Lab, tmp_pa
     assert found.verdict == "fault"
     assert any(line.startswith("gradients of norm off by") for line in found.signature)
     assert any(line.startswith("copies of norm differ in gradient") for line in found.signature)
-    text = repro.script(lab.release, found)
+    text = repro_script(lab.release, found)
     path = tmp_path / "fault.py"
     path.write_text(text.replace("for seed in (0, 1, 2)", "for seed in (0,)"))
     assert "fourfold." not in text

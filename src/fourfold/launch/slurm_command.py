@@ -5,6 +5,7 @@ state."""
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from fourfold.launch.command import Ended, Watch, watched
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_ranks import SlurmRanks
 from fourfold.result.job import LOG_FILES, PORT_VARIABLE, Job
+from fourfold.spec import catalog
 
 _LAST_WORDS_S = 15.0  # files of other hosts are seen late
 _LOOK_S = 0.1
@@ -119,40 +121,12 @@ def _named(ranks: SlurmRanks, node: int) -> str:
     return f"{host} (ranks {first}-{first + ranks.each - 1})"
 
 
-_HEAD = """\
-#!/bin/bash
-# One node's part of the run: the engine's own launcher starts the ranks here. NODE_RANK,
-# MASTER_ADDR and MASTER_PORT say how the nodes meet.
-here={folder}
-export NODE_RANK=$SLURM_PROCID # SLURM_NODEID does not follow a host file
-tell() {{
-    printf '{{"rank": %d, "host": "%s", "step": "%s", %s}}\\n' "$NODE_RANK" \\
-        "${{SLURMD_NODENAME:-$(hostname)}}" "$SLURM_STEP_ID" "$1" >>"$here/news-$NODE_RANK.jsonl"
-}}
-log=$here/engine-$NODE_RANK.log
-exec >"$log" 2>&1
-trap 'code=${{asked:-$?}}; sync "$log"; tell "\\"code\\": $code, \\"at\\": $(date +%s.%N)"' EXIT
-tell "\\"pid\\": $$"
-cd {cwd} || exit
-if [ "$NODE_RANK" = 0 ]; then # the next port at which nobody listens
-    listens() {{ (exec 3<>"/dev/tcp/$1/$MASTER_PORT") 2>/dev/null; }}
-    while listens "$MASTER_ADDR" || listens 127.0.0.1; do
-        MASTER_PORT=$((MASTER_PORT + 1))
-    done
-    echo "$MASTER_PORT" >"${port_file}.new" && mv "${port_file}.new" "${port_file}"
-else
-    until [ -s "${port_file}" ]; do sleep 0.1; done
-    MASTER_PORT=$(cat "${port_file}")
-fi
-trap asked=143 TERM # the engine is asked too: its processes must not outlive this one
-"""
-
-
 def node_script(command: Sequence[str], env: Mapping[str, str], *, folder: Path, cwd: Path) -> str:
     """`folder`: of the job; `cwd`: where the command was asked for, as its words may be relative
     to that."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
     places = {"folder": shlex.quote(str(folder)), "cwd": shlex.quote(str(cwd))}
-    head = _HEAD.format(**places, port_file=PORT_VARIABLE)
+    places["port_file"] = PORT_VARIABLE
+    head = re.sub(r"@(\w+)@", lambda found: places[found[1]], catalog.text("slurm-node.sh"))
     # The last command, not `exec`: the trap tells how it ended.
     return "\n".join([head + "\n".join([*exports, shlex.join(command)]), ""])

@@ -1,8 +1,13 @@
-"""What a cause is, and all that causes are looked for in."""
+"""What a cause is, and all that causes are looked for in.
+
+Causes in kernels that take longer than they should, or need not run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from fourfold.traces import parts
@@ -61,3 +66,119 @@ class TraceCase:
 def ratio(case: TraceCase, names: tuple[str, ...]) -> float:
     mid = case.expected.mid(*names)
     return sum(case.measured.get(name, 0.0) for name in names) / mid if mid else 1.0
+
+
+def _is_fp32(case: TraceCase) -> bool:
+    return case.run.value("precision") == "fp32" and case.is_priced
+
+
+def fp32(case: TraceCase) -> Iterator[Cause]:
+    if not _is_fp32(case):
+        return
+    names = (*parts.PRODUCTS, parts.ATTENTION, *MEMORY_BOUND)
+    over = case.over(*names)
+    yield Cause(
+        "fp32 products", over, 0.8 * over, 1.1 * over, "likely",
+        f"products in fp32 take {ratio(case, parts.PRODUCTS):.1f} times what they take in bf16",
+        "mixed precision: bf16 for products, fp32 for master weights", "precision=bf16-mixed",
+        names,
+    )  # fmt: skip
+
+
+def clock(case: TraceCase) -> Iterator[Cause]:
+    """All products slow alike, and attention with them; what runs over memory is not."""
+    if _is_fp32(case) or not case.is_outside(*parts.PRODUCTS):
+        return
+    ratios = {
+        name: ratio(case, (name,))
+        for name in (*parts.PRODUCTS, parts.ATTENTION)
+        if case.expected.mid(name) > 0.02 * case.step_s
+    }
+    usual = median(ratios.values()) if ratios else 1.0
+    alike = bool(ratios) and max(ratios.values()) < 1.35 * min(ratios.values())
+    if not alike or min(ratios.values()) < 1.08:
+        yield from _slow_products(case, ratios)
+        return
+    names = (*parts.PRODUCTS, parts.ATTENTION)
+    over = case.over(*names)
+    evidence = f"all products take {usual:.2f} times what is expected"
+    if parts.ATTENTION in ratios:
+        evidence += f", attention {ratios[parts.ATTENTION]:.2f}"
+    yield Cause(
+        "low clock or power cap", over, 0.7 * over, 1.15 * over, "likely", evidence,
+        "nvidia-smi -q -d CLOCK,POWER,PERFORMANCE: power limit, temperature, locked clocks",
+        "clock=1", names,
+    )  # fmt: skip
+
+
+def _slow_products(case: TraceCase, ratios: dict[str, float]) -> Iterator[Cause]:
+    slow = [name for name, share in ratios.items() if share > 1.2 and name in parts.PRODUCTS]
+    over = case.over(*slow) if slow else 0.0
+    named = ", ".join(name.removeprefix("products: ") for name in slow)
+    odd = sorted({
+        size
+        for at, one in case.run.placed.weighed.items() if case.run.placed.part[at] in slow
+        for size in (one.ins, one.outs) if size % 64
+    })  # fmt: skip
+    why = f"; {odd[0]:,} is no multiple of 64" if odd else ""
+    yield Cause(
+        f"slow products: {named}", over, 0.5 * over, 1.2 * over, "likely",
+        f"{ratio(case, tuple(slow)):.2f} times what their shapes should take{why}",
+        "pad widths and the vocabulary to multiples of 64 or 128; larger micro batches",
+        "products=1", tuple(slow),
+    )  # fmt: skip
+
+
+def attention(case: TraceCase) -> Iterator[Cause]:
+    if _is_fp32(case) or not case.is_outside(parts.ATTENTION):
+        return
+    slow, products = ratio(case, (parts.ATTENTION,)), ratio(case, parts.PRODUCTS)
+    if slow < 1.3 * products:
+        return
+    over = case.over(parts.ATTENTION)
+    kind = case.run.value("attention", "unknown")
+    yield Cause(
+        "slow attention kernel", over, 0.7 * over, 1.15 * over, "likely",
+        f"{kind} takes {slow:.1f} times what this GPU's best kernel takes",
+        "cuDNN or FlashAttention 3 (sdpa_kernel(SDPBackend.CUDNN_ATTENTION))", "attention=best",
+        (parts.ATTENTION,),
+    )  # fmt: skip
+
+
+def uncompiled(case: TraceCase) -> Iterator[Cause]:
+    if _is_fp32(case) or not case.is_outside(*MEMORY_BOUND):
+        return
+    over = case.over(*MEMORY_BOUND)
+    spent = sum(case.measured.get(name, 0.0) for name in MEMORY_BOUND)
+    evidence = f"norms, element-wise, loss and casts take {1e3 * spent:.0f} ms"
+    if case.run.value("compile"):
+        yield Cause(
+            "work over memory", over, 0.4 * over, 1.2 * over, "likely",
+            f"{evidence}, {spent / case.expected.mid(*MEMORY_BOUND):.1f} times what is expected",
+            "look for graph breaks and unfused operators (TORCH_LOGS=graph_breaks)", "fused=1",
+            MEMORY_BOUND,
+        )  # fmt: skip
+        return
+    yield Cause(
+        "not compiled", over, 0.8 * over, 1.2 * over, "likely",
+        f"{evidence}, each as kernels of their own: nothing is fused",
+        "torch.compile of each layer and of the loss", "compile=true", MEMORY_BOUND,
+    )  # fmt: skip
+
+
+def recompute(case: TraceCase) -> Iterator[Cause]:
+    again = case.run.counts.again
+    spent = again.total_s
+    evidence = (
+        f"{100 * again.share:.0f}% of forward products and {100 * again.attention_share:.0f}% of "
+        "attention run twice"
+    )
+    remedy = "no recompute, or only of what memory needs (selective)"
+    if case.fits_without is not None:
+        need, has = (size / 2**30 for size in case.fits_without)
+        if need > 0.95 * has:
+            remedy = f"recompute less: without any {need:.0f} GiB are predicted, of {has:.0f}"
+        else:
+            remedy = f"no recompute: {need:.0f} GiB are predicted, of {has:.0f}"
+    yield Cause("recompute", spent, 0.85 * spent, 1.05 * spent, "measured", evidence, remedy,
+                "recompute=none", tuple(again.seconds))  # fmt: skip

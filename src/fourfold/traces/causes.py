@@ -14,8 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.traces import kernels, parts
-from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase, ratio
+from fourfold.traces import parts
+from fourfold.traces.cause import (
+    LEAST_SHARE,
+    Cause,
+    TraceCase,
+    attention,
+    clock,
+    fp32,
+    ratio,
+    recompute,
+    uncompiled,
+)
 from fourfold.traces.linked import Linked
 from fourfold.traces.placing import Placed
 
@@ -203,7 +213,7 @@ def _slow_experts(case: TraceCase) -> Iterator[Cause]:
 
 
 _LOOKS: tuple[Callable[[TraceCase], Iterator[Cause]], ...] = (
-    data, sync, memory, launches, outside, kernels.fp32,
-    kernels.clock, kernels.attention, kernels.uncompiled, kernels.recompute,
+    data, sync, memory, launches, outside, fp32,
+    clock, attention, uncompiled, recompute,
     _communication, _imbalance, _slow_experts,
 )  # fmt: skip

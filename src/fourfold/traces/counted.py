@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.traces import parts
-from fourfold.traces.linked import Linked
+from fourfold.traces.linked import Linked, TracedSteps
 from fourfold.traces.placing import Placed
 from fourfold.traces.shapes import Shapes
-from fourfold.traces.steps import TracedSteps
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,11 @@ from fourfold.traces.counted import Counts, count
 from fourfold.traces.events import Trace, read_chrome
 from fourfold.traces.expect import Run
 from fourfold.traces.host import HostCalls, TracedTimes, step_times
-from fourfold.traces.linked import Linked, link
+from fourfold.traces.linked import Linked, TracedSteps, find_steps, link
 from fourfold.traces.nsys import SQLITE_MAGIC, read_nsys
 from fourfold.traces.placing import Placed, place
 from fourfold.traces.settings import Setting, infer, preset_of
 from fourfold.traces.shapes import Shapes, shapes_of
-from fourfold.traces.steps import TracedSteps, find_steps
 
 _NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from fourfold.traces import parts
 from fourfold.traces.events import Floats, Ints
-from fourfold.traces.linked import Linked
-from fourfold.traces.steps import TracedStep
+from fourfold.traces.linked import Linked, TracedStep
 
 # A device needs as long from one kernel to the next, even if both are there.
 NO_GAP_S = 10e-6

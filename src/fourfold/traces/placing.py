@@ -16,9 +16,8 @@ import numpy as np
 
 from fourfold.traces import parts
 from fourfold.traces.events import PRODUCT_OPS, NamedRange, Trace
-from fourfold.traces.linked import Linked
+from fourfold.traces.linked import Linked, TracedStep, TracedSteps
 from fourfold.traces.shapes import Multiplied, Shapes
-from fourfold.traces.steps import TracedStep, TracedSteps
 
 # Words in a group's description (torch's meshes, Megatron, DeepSpeed, our engine) -> the axis. The
 # first that is found counts: an expert's group may name data or tensor parallelism, too.

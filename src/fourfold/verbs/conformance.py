@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.conformance import repro
 from fourfold.conformance.cell import Cell, candidates
 from fourfold.conformance.install import (
     OURS,
@@ -25,7 +24,7 @@ from fourfold.conformance.install import (
     split_name,
 )
 from fourfold.conformance.lab import Lab
-from fourfold.conformance.verdicts import COLUMNS, Verdict, examine
+from fourfold.conformance.verdicts import COLUMNS, REPRO_MARK, Verdict, examine, repro_script
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, notes
 from fourfold.flag import flag
@@ -79,7 +78,7 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
     """`verify --engine`: one layout, or a sample of those that the engine does not refuse."""
     release = find(str(request.engine), engines_folder(request.engines), request.source or "")
     if request.repro:
-        files.require_mine(request.repro, mark=repro.MARK, force=False, field="repro")
+        files.require_mine(request.repro, mark=REPRO_MARK, force=False, field="repro")
     _refuse_others(request)
     _require_torch(release)
     limits = {"device": request.device, "limit_s": request.limit, "fault": request.fault or ""}
@@ -91,7 +90,7 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
     faults = [one for one in verdicts if one.verdict == "fault"]
     if request.repro and faults:
         files.write_text(
-            request.repro, repro.script(release, faults[0], request.fault or ""), field="repro"
+            request.repro, repro_script(release, faults[0], request.fault or ""), field="repro"
         )
         on_event(Event(f"repro of {faults[0].cell}: {release.python} {request.repro}"))
     elif request.repro:
