@@ -10,7 +10,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import bench, engine_runs
+from fourfold.verbs import bench, sites
 
 RUN = ["bench", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "64", "--global-batch", "16"]
 CPU = ["--precision", "fp32", "--set", "device=cpu"]
@@ -33,7 +33,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             failure=None if fits else Failure(rank=1, stage=0, phase="forward", message="limit"),
         )
 
-    monkeypatch.setattr(engine_runs, "launch_run", run)
+    monkeypatch.setattr(sites, "launch_run", run)
     return seconds
 
 

@@ -11,7 +11,7 @@ from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import engine_runs
+from fourfold.verbs import sites
 from tests.spec.token_files import write_array
 
 SWEEP = """
@@ -40,7 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         steps = (StepReport(step=0, seconds=0.5 + len(seen) / 37),)
         return RunReport(spec=spec, outcome="oom" if bad else "ok", steps=steps)
 
-    monkeypatch.setattr(engine_runs, "launch_run", runner)
+    monkeypatch.setattr(sites, "launch_run", runner)
     return seen
 
 

@@ -19,7 +19,7 @@ from fourfold.result.profile import (
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import engine_runs
+from fourfold.verbs import sites
 
 QUESTION = [
     "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",
@@ -72,7 +72,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         seen.append(spec)
         return RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=0.5),))
 
-    monkeypatch.setattr(engine_runs, "launch_run", runner)
+    monkeypatch.setattr(sites, "launch_run", runner)
     return seen
 
 

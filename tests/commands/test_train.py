@@ -12,7 +12,7 @@ from fourfold.cli import main
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.spec.batch import Batch

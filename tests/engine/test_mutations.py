@@ -26,7 +26,7 @@ from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.stored import seal

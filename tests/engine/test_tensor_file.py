@@ -24,7 +24,7 @@ from fourfold.engine.checkpoint.tensor_file import (
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files.stored import NotWholeError
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model

@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Point
 from fourfold.result.files.stored import NotWholeError, UnreadableError, seal

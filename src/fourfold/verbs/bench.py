@@ -17,13 +17,12 @@ from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.site import Site, parse_assignments
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.verbs import Answer
-from fourfold.verbs.engine_runs import campaign_of, engine_predictor
 from fourfold.verbs.engines import engine_template
 from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import OURS, BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
-from fourfold.verbs.sites import Submission, site_of, submission
+from fourfold.verbs.sites import Submission, campaign_of, engine_predictor, site_of, submission
 
 MOST_TRIALS = 6
 

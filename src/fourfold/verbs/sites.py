@@ -1,28 +1,56 @@
-"""Where a job runs: this host, or a site whose scheduler is asked for it."""
+"""Where a job runs: this host, or a site whose scheduler is asked for it; and runs of bench and
+sweep by another engine, whose log becomes the report."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import shlex
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.events import OnEvent, progress, warnings
 from fourfold.launch.batch_script import BatchJob
+from fourfold.launch.campaign import Campaign, Say, launch_run
+from fourfold.launch.command import Ended, Watch, run_command
 from fourfold.launch.folder import job_folder, scratch
 from fourfold.launch.identity import claim
 from fourfold.launch.local import JobError, require_torch
-from fourfold.launch.queue import Queue
+from fourfold.launch.outcomes import tail
+from fourfold.launch.permit import Permit, said_if_not_alone
+from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
-from fourfold.result.job import JOB_FILE, Job
-from fourfold.spec import RunSpec, codec
+from fourfold.launch.slurm_command import follow_command, node_script
+from fourfold.logs.book import step_words
+from fourfold.result.files.store import Store
+from fourfold.result.files.stored import seal
+from fourfold.result.job import ENGINE_FILE, JOB_FILE, REPORT_FILE, Job, JobReport
+from fourfold.result.report import RunReport
+from fourfold.search.export.setup import Setup
+from fourfold.search.stack_names import match_stack
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
-from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest
+from fourfold.verbs.engine_log import EngineLog
+from fourfold.verbs.engines import (
+    SETTINGS,
+    EngineTemplate,
+    Filled,
+    engine_template,
+    filled_template,
+    setup_of,
+    unsupported,
+)
+from fourfold.verbs.machine import Predictor, predictor, read_calibration
+from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest, SweepRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +158,142 @@ def left_to(site: Site | None, job: Job, *, only_print: bool) -> Submission:
     folder, on = _folder_of(job, site), Slurm(site)
     with _claimed(folder):
         if on.knows(job, folder):
-            if only_print:
-                return Submission(scripts=(script_of(folder),))
-            return Submission((described_job(folder),))
+            scripts = (script_of(folder),) if only_print else ()
+            return Submission(() if only_print else (described_job(folder),), scripts)
         return submission_of(job, folder, on, only_print=only_print)
 
 
 def launcher_of(site: Site | None) -> Slurm | None:
     return Slurm(site) if site else None
+
+
+_ENDS_ITSELF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRuns:
+    """Runs specs by a template, each in its work folder."""
+
+    template: EngineTemplate
+    known: Predictor
+    permit: Permit
+    site: Site | None = None
+
+    def setup(self, spec: RunSpec) -> Setup:
+        return setup_of(spec, self.known.stack, self.known.cluster, self.site)
+
+    def unsupported(self, spec: RunSpec) -> str:
+        return unsupported(self.template, self.setup(spec))
+
+    def filled(self, spec: RunSpec, folder: Path) -> Filled:
+        granted = self.permit.env
+        return filled_template(self.template, spec, self.setup(spec), folder / SETTINGS, granted)
+
+    def here(self, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        ready, settings = self.filled(spec, folder), folder / SETTINGS
+        settings.mkdir(parents=True, exist_ok=True)
+        for name, text in ready.settings.items():
+            files.write_text(settings / name, text)
+        run = partial(run_command, ready.command, ready.env, folder)
+        return self._watched(spec, say, run)
+
+    def work(self, spec: RunSpec, place: Path) -> Work:
+        """What a site gets for it: settings, the script of a node, and a job that is another one
+        when its words, variables or settings change, and the same wherever it is asked for."""
+        ready = self.filled(spec, place)
+        script = node_script(ready.command, ready.env, folder=place, cwd=Path.cwd())
+        words = codec.json_of(asdict(ready))
+        options = (
+            ("command", shlex.join(ready.command)),
+            ("engine", self.template.name),
+            ("steps", step_words(self.template.reader)),
+            ("work_crc32", f"{zlib.crc32(words.encode()):08x}"),
+        )
+        named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}
+        job = Job(job="engine", specs=(spec,), options=options)
+        return Work(job, {**named, ENGINE_FILE: script})
+
+    def on_site(self, slurm: Slurm, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        job = self.work(spec, folder).job
+        report = self._watched(spec, say, partial(follow_command, slurm, job, folder))
+        whole = JobReport(job=job.job, outcome=report.outcome, seconds=0.0, runs=(report,))
+        files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(whole)), own=True)
+        return report
+
+    def _watched(self, spec: RunSpec, say: Say, run: Callable[[Watch], Ended]) -> RunReport:
+        cluster, template = self.known.cluster, self.template
+        log = EngineLog(
+            spec,
+            name=template.name,
+            stack=self.known.stack,
+            reader=template.reader,
+            device=cluster.device.name if cluster else "",
+        )
+        watch = Watch(
+            take=log.take,
+            start_limit_s=spec.start_limit_s,
+            step_limit_s=spec.step_limit_s,
+            enough=spec.warmup + spec.steps,
+            grace_s=_ENDS_ITSELF_S if template.ends_itself else 0.0,
+            say=say,
+        )
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        ended = run(watch)
+        return replace(log.report(ended, tail(ended.log)), started_at=started_at)
+
+
+def asked_template(request: MeasureRequest) -> EngineTemplate | None:
+    check.that(not request.stack or request.engine, "stack", request.stack, "needs --engine")
+    return engine_template(request.engine) if request.engine else None
+
+
+def engine_predictor(request: MeasureRequest) -> Predictor:
+    """Whoever runs it: predictions by its stack, and the rules of its release."""
+    template, site = asked_template(request), site_of(request)
+    named = request.cluster or request.profile
+    known = predictor(
+        cluster=request.cluster if named or site is None else site.cluster or None,
+        profile=request.profile,
+        calibration=request.calibration,
+    )
+    known = replace(known, remote=site is not None)
+    if template is None:
+        return known
+    asked = request.stack or template.predicted_as
+    calibration = known.calibration or read_calibration(None)
+    stack = match_stack(asked, known.cluster, calibration)
+    return replace(known, stack=stack, release=template.release)
+
+
+def campaign_of(
+    request: MeasureRequest,
+    known: Predictor,
+    permit: Permit,
+    on_event: OnEvent,
+    options: tuple[tuple[str, str], ...] = (),
+) -> Campaign:
+    """Runs by the engine that was asked for, where that was asked for, into the request's store.
+    `options` are those of our own engine's jobs."""
+    template, site = asked_template(request), site_of(request)
+    store, on = Store(request.runs, warn=warnings(on_event)), launcher_of(site)
+    common = {
+        "say": progress(on_event),
+        "again": request.again if isinstance(request, SweepRequest) else (),
+        "predictor": known,
+    }
+    if template is None:
+        ours: Callable[..., RunReport] = partial(launch_run, options=options, permit=permit, on=on)
+        ours = ours if on else said_if_not_alone(ours, warnings(on_event))
+        work = lambda spec, _: Work(Job(job="run", specs=(spec,), options=options))  # noqa: E731
+        queue = Queue(store.root, on, work) if on else None
+        return Campaign(store, runner=ours, queue=queue, **common)
+    runs = TemplateRuns(template, known, permit, site)
+    alone = said_if_not_alone(runs.here, warnings(on_event))
+    return Campaign(
+        store,
+        runner=partial(runs.on_site, on) if on else alone,
+        engine=template.name,
+        unsupported=runs.unsupported,
+        queue=Queue(store.root, on, runs.work) if on else None,
+        **common,
+    )

@@ -17,10 +17,9 @@ from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import choose_micro_batch, permit_of
-from fourfold.verbs.engine_runs import campaign_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
-from fourfold.verbs.sites import Submission, submission
+from fourfold.verbs.sites import Submission, campaign_of, submission
 from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
 
 

@@ -26,12 +26,11 @@ from fourfold.spec.sweep import (
 )
 from fourfold.spec.tokens import read_info
 from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals, tokens_of
-from fourfold.verbs.engine_runs import engine_predictor
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest, decided
 from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
-from fourfold.verbs.sites import site_of
+from fourfold.verbs.sites import engine_predictor, site_of
 
 _MAX_EXPONENT, _GPUS_PER_NODE = 30, 8
 # Fields of a run that the plan decides.

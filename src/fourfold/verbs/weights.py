@@ -13,8 +13,7 @@ from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.folder import Checkpoint
-from fourfold.result.checkpoint.state import STATE_FILE
+from fourfold.result.checkpoint.folder import STATE_FILE, Checkpoint
 from fourfold.result.files.stored import NotWholeError
 from fourfold.result.job import Job, answer_file
 from fourfold.spec import check, codec

@@ -20,7 +20,7 @@ from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.parallel.handles import cpu_group
 from fourfold.engine.process.health import NonFiniteError
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import CheckpointState
 
 
 @torch.no_grad()

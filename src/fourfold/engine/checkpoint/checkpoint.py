@@ -22,9 +22,8 @@ from fourfold.engine.parallel.handles import cpu_group
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.checkpoint.index import INDEX_FILE, Index, dumps
-from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files.stored import NotWholeError, UnreadableError
 from fourfold.spec.train import TrainSettings
 

@@ -1,11 +1,11 @@
 """The checkpoints of a folder, and which of them are whole.
 
 A checkpoint is written into a hidden folder and renamed when every byte is on the disk; sizes and
-checksums find copies cut short and disks that forget. What is not whole is renamed and stays.
-"""
+checksums find copies cut short and disks that forget. What is not whole is renamed; it stays."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -18,19 +18,81 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.index import INDEX_FILE, Index
-from fourfold.result.checkpoint.state import STATE_FILE, CheckpointState, disagreement
 from fourfold.result.files import stored
 from fourfold.result.files.stored import NotWholeError, UnreadableError
-from fourfold.spec import codec
+from fourfold.spec import RunSpec, check, codec
+from fourfold.spec.train import TrainSettings
+from fourfold.units import counted
+
+# safetensors' layout, an index and a sealed state; 1 was never released.
+FORMAT = 2
+STATE_FILE = "state.json"
+_SIZE, _SUM = re.compile(r"[0-9]{1,18}\Z"), re.compile(r"[0-9a-f]{8}\Z")
+_MOST_STEPS, _LARGEST_SCALAR = 10**12, 2.0**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """All of a training that is not a tensor. `step`: steps done; `updates`: those that changed
+    the weights, `skipped` the others (an overflow in fp16). `data` is the checksum of the tokens,
+    '' for synthetic ones. `scalars` are numbers by name, as texts; `sums` the crc32 of each file.
+    """
+
+    step: int
+    updates: int
+    sequences: int
+    spec: RunSpec
+    settings: TrainSettings | None = None
+    skipped: int = 0
+    data: str = ""
+    scalars: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+    saved_at: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        rule = f"was written by another fourfold (this one reads format {FORMAT})"
+        check.that(self.format == FORMAT, "format", self.format, rule, "update fourfold")
+        check.whole(0, _MOST_STEPS, step=self.step, updates=self.updates, skipped=self.skipped)
+        rule = "must be a number from 0 to 2^62"
+        for name, text in self.scalars:
+            check.that(0 <= _number(text) <= _LARGEST_SCALAR, name, text, rule)
+        for field, texts, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
+            for name, text in texts:
+                check.that(form.fullmatch(text), f"{field}.{name}", None, "is malformed")
+
+
+def _number(text: str) -> float:
+    """NaN where it is none: no comparison holds."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def disagreement(state: CheckpointState, named: int) -> str:
+    """What of a state can't be true; `named`: the step in the name of its folder."""
+    step, seen = state.step, state.spec.batch.sequences_before(state.step)
+    if step != named:
+        return f"step {step} in {STATE_FILE}, {named} in the folder's name"
+    if state.updates + state.skipped != step:
+        done = f"{counted(state.updates, 'update')} and {state.skipped} skipped"
+        return f"{done} make not {counted(step, 'step')}"
+    if state.sequences != seen:
+        return f"{counted(state.sequences, 'sequence')}, where {counted(step, 'step')} have {seen}"
+    if dict(state.files).keys() != dict(state.sums).keys():
+        return "not every file has a size and a checksum"
+    return ""
+
 
 LATEST_FILE = "latest"
 _NAME = re.compile(r"step-([0-9]{8,18})\Z")
 # Unfinished or about to be deleted; never read, removed by the next start.
 _HIDDEN = (".saving-", ".pruned-")
-_DAMAGED = "damaged-"
-_REASON_FILE = "damaged.txt"
-_READ_BYTES = 2**22
-_MAX_STATE_BYTES = 2**26
+_DAMAGED, _REASON_FILE = "damaged-", "damaged.txt"
+_READ_BYTES, _MAX_STATE_BYTES = 2**22, 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +229,8 @@ def torn(root: Path) -> list[tuple[str, UserError]]:
 
 def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
     stored.must_be(root, "a folder", may_lack=True)
-    for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
-        if _NAME.fullmatch(path.name) is None:
-            continue
+    named = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name))
+    for path in sorted(named, key=lambda p: (len(p.name), p.name)):
         try:
             yield read(path)
         except UserError as error:
@@ -177,8 +238,7 @@ def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    checkpoints = whole(root)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(whole(root)), None)
 
 
 def clear_leftovers(root: Path) -> int:
@@ -234,7 +294,7 @@ def _make_room(final: Path) -> None:
 
 def _discard(folder: Path) -> None:
     """Renamed first: a kill halfway leaves no folder that looks like a checkpoint."""
-    hidden = folder.parent / f"{_HIDDEN[1]}{folder.name}"
+    hidden = folder.with_name(f"{_HIDDEN[1]}{folder.name}")
     _remove(hidden)
     os.rename(folder, hidden)
     shutil.rmtree(hidden)

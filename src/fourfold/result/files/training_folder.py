@@ -18,8 +18,7 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.folder import Checkpoint
-from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
 from fourfold.spec import RunSpec, check, codec
