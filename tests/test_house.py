@@ -72,7 +72,6 @@ HONEST = {
         for engine in ("composer", "megatron_args", "nanotron", "torchtitan")
     },
     ("axes", "conformance/cell.py"): "words of a layout that any engine may have",
-    ("axes", "conformance/verdicts.py"): "columns of the matrix",
     ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
     **{
         ("shardings", f"conformance/ranks/adapters/{engine}.py"): "what the engine has of them"

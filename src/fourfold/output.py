@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.escape import csv_text, json_text, one_line, steer
 from fourfold.events import Event
-from fourfold.show.table import Grid, Part, render, table
+from fourfold.show.table import Grid, Part, named, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
@@ -40,8 +40,7 @@ def submitted(answer: Any) -> Output:
         return Output(raw="\n".join(answer.scripts))
     jobs = table(
         answer.jobs,
-        ("Slurm job", lambda job: job["slurm_job"]),
-        ("folder", lambda job: job["folder"]),
+        *named("Slurm job=slurm_job", "folder"),
     )
     follow = "The same command without --detach follows them and has the answer."
     waiting = [f"{answer.waiting} when these have run."] if answer.waiting else []

@@ -25,7 +25,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.pictures import accuracy_picture
-from fourfold.show.table import Column, Grid, or_dash, table
+from fourfold.show.table import Column, Grid, named, or_dash, table
 from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import ScoreRequest
 
@@ -83,9 +83,7 @@ def run(args: Any, show: OnEvent) -> Output:
 def _pairs_tables(answer: Scores) -> list[Grid]:
     grid = table(
         answer.pairs,
-        ("how", lambda one: one.how),
-        ("one setting", lambda one: one.knob),
-        ("pairs", lambda one: str(one.pairs)),
+        *named("how", "one setting=knob", "pairs"),
         ("signs right %", lambda one: f"{one.signs_pct:.0f}"),
         ("ratio off by %", lambda one: f"{one.ratio_pct:.1f}"),
     )
@@ -100,9 +98,7 @@ def fold_tables(answer: Scores) -> list[Grid]:
 def _kinds_table(answer: Scores) -> Grid:
     return table(
         answer.folds,
-        ("left out", lambda one: one.left_out),
-        ("sources", lambda one: str(one.sources)),
-        ("rows", lambda one: str(one.rows)),
+        *named("left out=left_out", "sources", "rows"),
         ("median %", lambda one: f"{one.median_pct:.1f}"),
         ("pooled %", lambda one: f"{one.pooled_pct:.1f}"),
         ("p90 %", lambda one: f"{one.p90_pct:.1f}"),
@@ -127,8 +123,7 @@ def _sources_table(answer: Scores) -> Grid:
     by_kind = {(one.how, one.score.source, one.score.rows): one.score for one in answer.results}
     sources = [one.score for one in answer.results if one.how == "layout"]
     columns: list[Column] = [
-        ("source", lambda one: one.source),
-        ("rows", lambda one: str(one.rows)),
+        *named("source", "rows"),
     ]
     for kind in kinds:
         for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):

@@ -12,7 +12,7 @@ import fourfold
 from fourfold import options
 from fourfold.events import OnEvent
 from fourfold.output import Output
-from fourfold.show.table import Part, table
+from fourfold.show.table import Part, named, table
 from fourfold.verbs.export import Support, SupportRequest, SupportRow
 
 EXAMPLES = """\
@@ -37,11 +37,7 @@ def _page(answer: Support) -> list[Part]:
         "",
         table(
             list(lines),
-            ("engine", lambda line: line.engine),
-            ("GPU", lambda line: line.gpu),
-            ("priced", lambda line: line.priced),
-            ("rows", lambda line: str(line.rows)),
-            ("by runs of", lambda line: line.stack),
+            *named("engine", "GPU=gpu", "priced", "rows", "by runs of=stack"),
             ("settings", lambda line: "yes" if line.settings == "yes" else "no"),
         ),
         "",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -130,10 +129,15 @@ def _blamed(lab: Lab, cell: Cell, told: Told) -> str:
     return ""
 
 
-@cache
+_KNOWN = tomllib.loads(
+    (resources.files("fourfold.conformance") / "known.toml").read_text(encoding="utf-8")
+)
+# Column of the matrix -> cells that show it.
+COLUMNS: dict[str, tuple[str, ...]] = {k: tuple(cells) for k, cells in _KNOWN["columns"].items()}
+
+
 def known_reports() -> list[dict[str, str]]:
-    text = (resources.files("fourfold.conformance") / "known.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["report"]
+    return _KNOWN["report"]
 
 
 def resembling(engine: str, cell: Cell, signature: tuple[str, ...]) -> str:
@@ -169,33 +173,6 @@ def _verdict(lab: Lab, cell: Cell, seed: int, word: Word, told: Told, why: str =
         resembles=resembling(engine, cell, signature) if word == "fault" else "",
         seed=seed,
     )
-
-
-# Column -> cells that show it; the first that the engine runs is the column's. Experts need
-# sequence parallelism with tp in some engines, and some shard in one way only.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "one rank": ("",),
-    "tp": ("tp2",),
-    "sp": ("tp2 sp",),
-    "pp": ("pp2",),
-    "interleaved": ("pp2 interleaved",),
-    "cp": ("cp2",),
-    "dp": ("dp2",),
-    "zero1": ("dp2 zero1",),
-    "zero2": ("dp2 zero2",),
-    "zero3": ("dp2 zero3",),
-    "fsdp": ("dp2 fsdp",),
-    "hsdp": ("dp2x2 fsdp",),
-    "experts, tp": ("tp2 sp experts", "tp2 experts", "tp2 ep2 experts"),
-    "ep": ("dp2 ep2 experts", "dp2 fsdp ep2 experts", "tp2 ep2 experts"),
-    "etp": ("tp2 sp etp1 experts", "tp2 ep2 etp1 experts"),
-    "tied": ("pp2 tied", "dp2 fsdp tied", "dp2 zero1 tied"),
-    "sinks": ("tp2 sinks", "dp2 sinks"),
-    "uneven batch": ("dp2 fsdp uneven", "dp2 uneven"),
-    "accumulation": ("dp2 zero2 accumulate", "dp2 fsdp accumulate", "dp2 accumulate"),
-    "clipping": ("dp2 tp2", "dp2 fsdp tp2", "dp4 zero1", "dp4 fsdp", "dp4"),
-    "recompute": ("tp2 recompute", "dp2 recompute", "recompute"),
-}
 
 
 REPRO_MARK = "against one process without parallel code"

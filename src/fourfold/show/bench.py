@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.result.report import Failure
-from fourfold.show.table import Grid, Part, or_dash, quantities, table
+from fourfold.show.table import Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
 
 
@@ -28,8 +28,7 @@ def _side_by_side(runs: Sequence[dict[str, Any]], convention: str) -> Grid:
 
     return table(
         runs,
-        ("engine", lambda run: run["engine"]),
-        ("outcome", lambda run: run["outcome"]),
+        *named("engine", "outcome"),
         ("step time", lambda run: or_dash(run.get("step_s"), show_seconds)),
         ("tokens/s/GPU", lambda run: or_dash(run.get("tokens_s_gpu"), ",.0f")),
         (f"of {runs[-1]['engine']}", of_last),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.result.profile import HardwareProfile, hosts_of, link_of
-from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import catalog
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 from fourfold.units import counted, show_bytes, show_seconds
@@ -185,8 +185,7 @@ def verdicts_page(answer: Conformance) -> list[Part]:
     shown = table(
         list(answer.verdicts),
         ("engine", lambda one: f"{one.engine} {one.version}".strip()),
-        ("layout", lambda one: one.cell),
-        ("verdict", lambda one: one.verdict),
+        *named("layout=cell", "verdict"),
         ("gradients", lambda one: or_dash(one.difference, ".1e")),
         ("norm", lambda one: or_dash(one.norm, ".1e")),
         ("parameters", lambda one: or_dash(one.parameters, ".1e")),
@@ -222,9 +221,7 @@ def _counted(answer: Conformance) -> str:
 def engines_page(answer: Engines) -> list[Part]:
     shown = table(
         answer.releases,
-        ("engine", lambda one: one["engine"]),
-        ("version", lambda one: one["version"]),
-        ("folder", lambda one: one["folder"]),
+        *named("engine", "version", "folder"),
     )
     none = f"no releases in {answer.folder}; 'fourfold engines install NAME==VERSION' adds one"
     return [shown] if answer.releases else [none]

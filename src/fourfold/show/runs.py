@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
-from fourfold.show.table import Column, Grid, Part, or_dash, quantities, table
+from fourfold.show.table import Column, Grid, Part, named, or_dash, quantities, table
 from fourfold.spec.sweep import varied_text
 from fourfold.units import counted, show_bytes, show_seconds
 
@@ -29,21 +29,14 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     optional: tuple[Column, ...] = (
         ("engine", lambda one: one.stack),
         ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
-        ("settings", lambda one: one.unlisted),
-        ("tag", lambda one: one.tag),
+        *named("settings=unlisted", "tag"),
         ("why", lambda one: one.failure[:60]),
     )
     runs = table(
         found,
         ("run", lambda one: one.run_id[:8] + (f"#{one.repeat}" if one.repeat else "")),
-        ("model", lambda one: one.model),
-        ("layout", lambda one: one.layout),
-        ("seq", lambda one: str(one.seq_len)),
-        ("micro", lambda one: str(one.micro_batch)),
-        ("global", lambda one: str(one.global_batch)),
-        ("precision", lambda one: one.precision),
-        ("sharding", lambda one: one.sharding),
-        ("outcome", lambda one: one.outcome),
+        *named("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch"),
+        *named("precision", "sharding", "outcome"),
         ("step time", lambda one: or_dash(one.step_s, show_seconds)),
         ("tokens/s/GPU", lambda one: or_dash(one.tokens_s_gpu, ",.0f")),
         ("memory", lambda one: or_dash(one.peak_bytes, show_bytes)),
@@ -109,15 +102,11 @@ def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
 
 
 def _planned(rows: list[dict[str, Any]]) -> Grid:
-    settings = {
-        "model": "model", "layout": "layout", "seq": "seq_len", "micro": "micro_batch",
-        "global": "global_batch", "precision": "precision", "sharding": "sharding",
-        "recompute": "recompute", "left": "runs_left",
-    }  # fmt: skip
     fits = {True: "", None: "", False: ", does not fit"}
     return table(
         rows,
-        *((heading, lambda row, name=name: str(row[name])) for heading, name in settings.items()),
+        *named("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch"),
+        *named("precision", "sharding", "recompute", "left=runs_left"),
         ("step time", lambda row: show_seconds(row["step_s"])),
         (
             "80% interval",
@@ -159,9 +148,7 @@ def demo_page(answer: Demo) -> list[Part]:
     chosen, batch = answer.scene, answer.scene.batch
     runs = table(
         answer.runs,
-        ("layout", lambda row: row.layout),
-        ("sharding", lambda row: row.sharding),
-        ("micro", lambda row: str(row.micro_batch)),
+        *named("layout", "sharding", "micro=micro_batch"),
         ("predicted s", lambda row: f"{row.predicted_s:.3f}"),
         ("80% interval", lambda row: f"{row.predicted_s_low:.2f}-{row.predicted_s_high:.2f}"),
         ("measured s", lambda row: f"{row.measured_s:.3f}" if row.measured_s else row.outcome),
@@ -245,7 +232,7 @@ def verified_page(answer: Verified) -> list[Part]:
     gaps = {"loss": "loss_diff", "norm": "norm_rel", "grad": "grad_rel", "param": "param_rel"}
     checked = table(
         shown,
-        *((name, lambda row, name=name: row[name]) for name in ("family", "layout", "policy")),
+        *named("family", "layout", "policy"),
         *((name, lambda row, key=key: or_dash(row[key], ".1e")) for name, key in gaps.items()),
         ("result", lambda r: "pass" if r["pass"] else "error" if r.get("error") else "FAIL"),
     )
@@ -255,8 +242,8 @@ def verified_page(answer: Verified) -> list[Part]:
               if r.get("error")]  # fmt: skip
     names = Counter(f"{r['family']}: {'; '.join(r['signature'])}" for r in rows
                     if r.get("signature"))  # fmt: skip
-    named = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
-    return [checked, "", *more, *errors, *named, *_routing(rows), _verification(answer)]
+    said = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
+    return [checked, "", *more, *errors, *said, *_routing(rows), _verification(answer)]
 
 
 def _routing(rows: list[dict[str, Any]]) -> list[str]:

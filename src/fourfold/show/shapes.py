@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import ModelShape, codec
 from fourfold.spec.experts import Moe
 
@@ -103,9 +103,7 @@ def _usual() -> dict[str, Any]:
 def _stages_page(answer: Model) -> list[Part]:
     stages = table(
         answer.stages or (),
-        ("stage", lambda one: str(one.stage)),
-        ("rank", lambda one: str(one.rank)),
-        ("layers", lambda one: str(one.layers)),
+        *named("stage", "rank", "layers"),
         ("held", lambda one: f"{one.held:,}"),
         ("owned", lambda one: f"{one.owned:,}"),
     )
@@ -196,8 +194,7 @@ def _size(name: str, one: dict[str, Any]) -> list[Part]:
 def _gemms(gemms: list[dict[str, Any]]) -> Grid:
     return table(
         gemms,
-        ("product", lambda one: one["name"]),
-        ("tokens", lambda one: str(one["tokens"])),
+        *named("product=name", "tokens"),
         ("in", lambda one: f"{one['into']:g}"),
         ("out", lambda one: f"{one['out']:g}"),
         ("alignment loses %", lambda one: f"{one['alignment_loss_pct']:.0f}"),
@@ -226,10 +223,9 @@ def _neighbours(label: str, one: dict[str, Any]) -> Grid:
 
 
 def _shapes(rows: list[dict[str, Any]]) -> Grid:
-    sizes = [(n, lambda row, n=n: str(row[n])) for n in ("layers", "hidden", "heads", "ffn")]
     return table(
         rows,
-        *sizes,
+        *named("layers", "hidden", "heads", "ffn"),
         ("params B", lambda row: f"{row['params'] / 1e9:.1f}"),
         ("layout", lambda row: row["reason"] if row["days"] is None else row["layout"]),
         ("micro", lambda row: or_dash(row["days"] and row["micro_batch"], "")),

@@ -32,6 +32,18 @@ def table(items: Iterable[Any], *columns: Column) -> Grid:
     return Grid(headings, [[cell(item) for _, cell in columns] for item in items])
 
 
+def named(*fields: str) -> list[Column]:
+    """Columns of fields as they are, each under its own name or as in 'heading=field'; items are
+    objects or tables."""
+
+    def column(heading: str, field: str) -> Column:
+        return heading, lambda one: str(
+            one[field] if isinstance(one, dict) else getattr(one, field)
+        )
+
+    return [column(text.partition("=")[0], text.rpartition("=")[2]) for text in fields]
+
+
 def quantities(rows: Sequence[Sequence[str]]) -> Grid:
     return Grid(["quantity", "value", "note"], rows)
 
