@@ -19,7 +19,6 @@ from fourfold.result.trace import TRACE_KEY, TracedRun
 from fourfold.spec import ModelShape, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
-from fourfold.traces.chrome import GZIP_MAGIC
 from fourfold.traces.counted import Counts, count
 from fourfold.traces.events import Trace, read_chrome
 from fourfold.traces.expect import Run
@@ -61,18 +60,13 @@ def run_of(settings: dict[str, Setting]) -> RunSpec | None:
 def _policy(value: dict[str, Any]) -> dict[str, Any]:
     precision = value.get("precision", "bf16")
     weights = value.get("weights", "fp32")
-    word = precision if precision in ("fp32", "fp16") else "bf16"
+    usual = "bf16-pure" if weights == "bf16" else "bf16-mixed"
+    named = {"fp32": "fp32", "fp16": "fp16-mixed"}
     policy: dict[str, Any] = {"compile": bool(value.get("compile"))}
-    if word == "bf16":
-        policy["precision"] = "bf16-pure" if weights == "bf16" else "bf16-mixed"
-    elif word == "fp32":
-        policy["precision"] = "fp32"
-    else:
-        policy["precision"] = "fp16-mixed"
+    policy["precision"] = named.get(precision, usual)
     if precision == "fp8":
         policy["compute_dtype"] = "fp8"
-    recompute = value.get("recompute", "none")
-    policy["recompute"] = recompute
+    policy["recompute"] = value.get("recompute", "none")
     if value.get("sharding"):
         policy["sharding"] = value["sharding"]
     elif value.get("engine") in ("torchtitan", "fsdp2") and value.get("dp", 1) > 1:
@@ -149,8 +143,7 @@ _PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examined:
-    """`parts`: mean seconds of a step, which they add up to. `moved`: of communication by axis,
-    hidden or not."""
+    """`parts`: mean seconds of a step, which they add up to."""
 
     linked: Linked
     steps: TracedSteps
@@ -169,13 +162,7 @@ class Examined:
 
     @property
     def parts(self) -> dict[str, float]:
-        return self._mean([one.parts for one in self.times])
-
-    @property
-    def moved(self) -> dict[str, float]:
-        return self._mean([one.moved for one in self.times])
-
-    def _mean(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        steps = [one.parts for one in self.times]
         names = sorted({name for one in steps for name in one})
         return {name: sum(one.get(name, 0.0) for one in steps) / len(steps) for name in names}
 
@@ -225,13 +212,11 @@ def read_trace(path: Path) -> Trace:
         raise UserError(rule, field="trace", value=str(path), hint="check the path") from None
     if magic.startswith(SQLITE_MAGIC):
         return read_nsys(path)
-    if not magic and not magic.startswith(GZIP_MAGIC):
-        raise UserError("is empty", field="trace", value=str(path), hint="profile again")
+    check.that(magic, "trace", str(path), "is empty", "profile again")
     return read_chrome(path)
 
 
-def examine(trace: Trace, overruled: dict[str, tuple[Any, str]] | None = None) -> Examined:
-    """`overruled`: settings that are known better, by name, each with who says so."""
+def examine(trace: Trace) -> Examined:
     linked = link(trace)
     steps = find_steps(linked)
     shapes = shapes_of(linked, steps.kernels)
@@ -239,9 +224,8 @@ def examine(trace: Trace, overruled: dict[str, tuple[Any, str]] | None = None) -
     counts = count(linked, placed, shapes, steps)
     settings = infer(linked, placed, shapes, counts, len(steps.steps))
     told = _told(trace)
-    known = dict(_told_settings(told)) if told else {}
-    for name, (value, by) in {**known, **(overruled or {})}.items():
-        old = settings.get(name)
+    for name, value in _told_settings(told.spec).items() if told else ():
+        old, by = settings.get(name), "the trace says so"
         settings[name] = old.overruled(value, by) if old else Setting(name, value, by)
     host = HostCalls(linked)
     times = tuple(step_times(linked, placed.part, step, host) for step in steps.steps)
@@ -261,11 +245,7 @@ def _told(trace: Trace) -> TracedRun | None:
         return None
 
 
-def _told_settings(told: TracedRun) -> list[tuple[str, tuple[Any, str]]]:
-    policy, by = told.spec.policy, "the trace says so"
-    return [
-        ("weights", (policy.dtypes.param, by)),
-        ("sharding", (policy.sharding, by)),
-        ("compile", (policy.compile, by)),
-        ("tied", (told.spec.model.tied, by)),
-    ]
+def _told_settings(spec: RunSpec) -> dict[str, Any]:
+    policy, tied = spec.policy, spec.model.tied
+    told = {"weights": policy.dtypes.param, "sharding": policy.sharding, "compile": policy.compile}
+    return told | {"tied": tied}

@@ -7,7 +7,7 @@ be.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 from fourfold.escape import html_table
@@ -59,6 +59,11 @@ def require_world(layout: Layout, gpus: int | None) -> None:
     rule = f"uses {counted(layout.world, 'GPU')}, not {gpus}"
     hint = "a Layout decides every axis; 'tp2' as a text decides one"
     check.that(gpus in (None, layout.world), "layout", str(layout), rule, hint)
+
+
+def measured(one: Any) -> dict[str, Any]:
+    """The fields of a score; what could not be scored (NaN) is None."""
+    return {name: None if value != value else value for name, value in asdict(one).items()}
 
 
 @dataclass(frozen=True, slots=True)

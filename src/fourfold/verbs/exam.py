@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.spec import check, codec
 from fourfold.spec.toml import toml_text
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import read_calibration
 
 _FIT = ("fit_pct", "refused_pct", "missed_pct", "unsure_pct")
@@ -66,9 +66,9 @@ class Exam(Answer):
             {
                 "card": codec.encode(one.card),
                 "declined": one.declined,
-                "common": _plain(one.common),
-                "own": _plain(one.own),
-                "by_source": {name: _plain(part) for name, part in one.by_source.items()},
+                "common": measured(one.common),
+                "own": measured(one.own),
+                "by_source": {name: measured(part) for name, part in one.by_source.items()},
             }
             for one in self.entrants
         ]
@@ -78,13 +78,9 @@ class Exam(Answer):
     def rows(self) -> list[dict[str, Any]]:
         return [
             {"entrant": one.card.name, "saw": one.card.saw, "declined": one.declined}
-            | _plain(one.common)
+            | measured(one.common)
             for one in self.entrants
         ]
-
-
-def _plain(found: Score) -> dict[str, Any]:
-    return {name: None if value != value else value for name, value in asdict(found).items()}
 
 
 def exam(request: ExamRequest, *, on_event: OnEvent = ignore) -> Exam:

@@ -22,7 +22,7 @@ from fourfold.events import OnEvent, ignore, notes, warnings
 from fourfold.spec import check
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
@@ -140,20 +140,12 @@ class Scores(Answer):
     pairs: tuple[PairScore, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        folds = [
-            {name: None if value != value else value for name, value in asdict(one).items()}
-            for one in self.folds
-        ]
-        more = {"folds": folds, "pairs": [asdict(one) for one in self.pairs]}
+        more = {"folds": [*map(measured, self.folds)], "pairs": [*map(asdict, self.pairs)]}
         return {"scores": self.rows()} | {name: value for name, value in more.items() if value}
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {
-                "how": one.how,
-                **{n: (None if v != v else v) for n, v in asdict(one.score).items()},
-                "free_parameters": one.free,
-            }
+            {"how": one.how, **measured(one.score), "free_parameters": one.free}
             for one in self.results
         ]
 
