@@ -23,13 +23,12 @@ from fourfold.cli import main
 from fourfold.commands import COMMANDS, load
 from fourfold.cost.fit.calibration import shipped
 from fourfold.errors import UserError
-from fourfold.escape import html_table
+from fourfold.escape import html_table, toml_text
 from fourfold.output import Output, text_of
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.one_rank import RankCount
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs.calibrate import Calibrated, Demo, DemoRun, scene
 from fourfold.verbs.fit import Fitted

@@ -24,6 +24,7 @@ _TAG = r"<(?=[A-Za-z/!?])"
 _OTHER_TAG = r"<(?!br>)(?=[A-Za-z/!?])"  # <br> is a line break in a cell of ours
 # Spreadsheets run a cell that begins so (the wide forms too, where East Asian text is usual).
 _FORMULA = r"'*\s*[=+@\t\r\uff1d\uff0b\uff0d\uff20-]"
+_BARE_KEY = r"[A-Za-z0-9_-]+\Z"  # of TOML
 _NUMBER = r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z"
 
 
@@ -157,6 +158,68 @@ def _whole(data: Any) -> Any:
     if isinstance(data, dict):
         return {_whole(key): _whole(value) for key, value in data.items()}
     return [_whole(item) for item in data] if isinstance(data, list | tuple) else data
+
+
+def toml_text(data: dict[str, Any]) -> str:
+    """Plain data as TOML, which the standard library only reads."""
+    return "\n".join(_toml_lines(data, ())).lstrip("\n") + "\n"
+
+
+def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Plain values first: in TOML whatever follows a [header] belongs to it."""
+    lines = [
+        f"{_toml_key(key)} = {_toml_value(item)}"
+        for key, item in table.items()
+        if item is not None and not _is_section(item)
+    ]
+    for key, item in table.items():
+        header = ".".join(_toml_key(part) for part in (*path, key))
+        if isinstance(item, dict):
+            lines += ["", f"[{header}]", *_toml_lines(item, (*path, key))]
+        elif _is_section(item):
+            for entry in item:
+                lines += ["", f"[[{header}]]", *_toml_lines(entry, (*path, key))]
+    return lines
+
+
+def _is_section(item: object) -> bool:
+    if isinstance(item, dict):
+        return True
+    return isinstance(item, list) and bool(item) and all(isinstance(entry, dict) for entry in item)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.match(_BARE_KEY, key) else _toml_quoted(key)
+
+
+def _toml_quoted(text: str) -> str:
+    """JSON's escapes are TOML's too; what steers a terminal or hides is written out as well."""
+    import json
+
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if quoted.isprintable() else "".join(map(_toml_letter, quoted))
+
+
+def _toml_letter(one: str) -> str:
+    if one.isprintable():
+        return one
+    return f"\\u{ord(one):04X}" if ord(one) < 0x10000 else f"\\U{ord(one):08X}"
+
+
+def _toml_value(item: Any) -> str:
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, int):
+        return str(item)
+    if isinstance(item, float):
+        assert abs(item) < float("inf"), "validated types hold finite numbers only"
+        text = repr(item)
+        return text if any(mark in text for mark in ".e") else f"{text}.0"
+    if isinstance(item, str):
+        return _toml_quoted(item)
+    if isinstance(item, (list, tuple)):
+        return f"[{', '.join(_toml_value(entry) for entry in item)}]"
+    raise TypeError(f"no TOML form for {type(item).__name__}")
 
 
 class Screen:

@@ -19,14 +19,13 @@ from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.schedule import Timeline
 from fourfold.errors import UserError
-from fourfold.escape import shell_line
+from fourfold.escape import shell_line, toml_text
 from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
 from fourfold.search.query import entry_for
 from fourfold.spec import Cluster, ModelShape, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
-from fourfold.spec.toml import toml_text
 from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import local_guess, named_cluster
 from fourfold.verbs.question import named_axes

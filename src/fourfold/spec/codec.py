@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from fourfold import door
 from fourfold.errors import UserError, nearest, shorten
-from fourfold.spec.toml import toml_text
+from fourfold.escape import toml_text
 
 T = TypeVar("T")
 SCHEMA_VERSION = 1

@@ -17,8 +17,8 @@ from typing import Literal
 
 from fourfold import files
 from fourfold.errors import UserError, nearest
+from fourfold.escape import toml_text
 from fourfold.spec import catalog, check, codec
-from fourfold.spec.toml import toml_text
 
 Env = tuple[tuple[str, str], ...]
 MAX_VARIABLES, MAX_NAME_CHARS, MAX_VALUE_CHARS = 64, 128, 1024

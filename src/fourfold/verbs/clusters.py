@@ -14,11 +14,11 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.escape import toml_text
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Device, device_id
 from fourfold.spec.nccl_tests import LinkFit, NcclLog, fit, parse_log
-from fourfold.spec.toml import toml_text
 from fourfold.spec.topology import HostTopology, parse_topo
 from fourfold.units import bytes_per_s_from
 from fourfold.verbs.requests import ClusterRequest

@@ -14,10 +14,10 @@ from fourfold.cost.exam import ENTRANTS, Card, Season, card_of
 from fourfold.cost.fit.accuracy import Score, score, timed_rows
 from fourfold.cost.fit.folds import Bools
 from fourfold.cost.table.predict import RowPredictions
+from fourfold.escape import toml_text
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.spec import check, codec
-from fourfold.spec.toml import toml_text
 from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import read_calibration
 

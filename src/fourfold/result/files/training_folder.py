@@ -17,12 +17,12 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.escape import toml_text
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
 from fourfold.spec import RunSpec, check, codec
-from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
 from fourfold.spec.words import WIDER
 

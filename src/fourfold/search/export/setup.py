@@ -15,13 +15,13 @@ from typing import Any
 
 from fourfold.cost.stacks import ExportEngine, StackDefaults, stack_defaults
 from fourfold.errors import UserError
+from fourfold.escape import toml_text
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.toml import toml_text
 from fourfold.units import counted
 
 # Fields of a model that every writer looks at; another one must have its default to be exported.
