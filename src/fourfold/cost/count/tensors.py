@@ -4,7 +4,7 @@ output layer is the embedding itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -98,7 +98,7 @@ def _experts(model: ModelShape, moe: Moe) -> Iterator[Param]:
     for expert in range(experts):
         name, bias = f"mlp.experts.{expert}", moe.expert_bias
         made = _mlp(model, name, moe.ffn, "expert-rows", "expert-columns", bias=bias)
-        yield from (replace(tensor, expert=expert) for tensor in made)
+        yield from (Param(one.name, one.shape, one.cut, expert) for one in made)
     if moe.shared_ffn:
         bias = model.biased("mlp")
         yield from _mlp(model, "mlp.shared", moe.shared_ffn, "rows", "columns", bias=bias)
