@@ -23,7 +23,7 @@ from fourfold.cost.fit.calibration import (
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
 from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, fit_many
 from fourfold.cost.fit.folds import folds, sample
-from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.fit.validate import suggest
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
@@ -127,7 +127,7 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     widths = {}
     # Of stacks that ran these rows: to the others they are far from anything measured.
     for one in (entry, *(e for e in own if e.stack == "llm-foundry-2023")):
-        low, high = bounds(c, one, estimate(c, one.coefficients))
+        low, high = StepInterval(c, one, estimate(c, one.coefficients)).ends_s
         widths[one.key] = float(np.median(np.log(high / low)))
     assert widths.pop(entry.key) > 2.0 * max(widths.values())
     assert min(e.coefficients["gemm"] for e in own) < entry.coefficients["gemm"]
@@ -143,7 +143,7 @@ def test_the_interval_grows_outside_the_calibrated_range() -> None:
     (entry, _) = fit_entries(sample([rows]))
     c = rows.columns.take(np.array([0, 0]))
     far = replace(c, seq=np.array([c.seq[0], c.seq[0] * 1000.0]))
-    low, high = bounds(far, entry, estimate(far, entry.coefficients))
+    low, high = StepInterval(far, entry, estimate(far, entry.coefficients)).ends_s
     assert (high / low)[1] > 1.005 * (high / low)[0] > 1.0
 
 

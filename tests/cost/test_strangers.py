@@ -16,7 +16,7 @@ from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
-from fourfold.cost.fit.interval import bounds, open_network, why_wide
+from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.ops.ends import SENT_ALONE
 from fourfold.cost.step.estimate import (
@@ -169,14 +169,14 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
     times = estimate(c, entry.coefficients)
 
     def width(**changes: object) -> float:
-        low, high = bounds(c, replace(entry, **changes), times)
+        low, high = StepInterval(c, replace(entry, **changes), times).ends_s
         return float(np.log(high[0] / low[0]))
 
     assert width() > width(ranges={}) > width(ranges={}, noise=0.03, rows_time=400)
     assert width(ranges={}, noise=0.03, rows_time=4) > width(ranges={}, noise=0.03, rows_time=400)
-    assert "nothing of this stack was measured" in why_wide(c, entry, times)[0]
-    assert "nothing measured within" in why_wide(c, entry, times)[0]
-    assert why_wide(c, replace(entry, ranges={}, noise=0.02), times) == [""]
+    assert "nothing of this stack was measured" in StepInterval(c, entry, times).why_wide()[0]
+    assert "nothing measured within" in StepInterval(c, entry, times).why_wide()[0]
+    assert StepInterval(c, replace(entry, ranges={}, noise=0.02), times).why_wide() == [""]
 
 
 def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
@@ -184,12 +184,12 @@ def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
     entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
     entry = replace(entry, ranges={})
     times = estimate(c, entry.coefficients)
-    low, high = np.log(np.stack(bounds(c, entry, times)) / times.step_s)
+    low, high = np.log(np.stack(StepInterval(c, entry, times).ends_s) / times.step_s)
     assert high[0] - low[0] > 1.5 * (high[1] - low[1])
     measured = replace(entry, rows_time=400)
-    low, high = np.log(np.stack(bounds(c, measured, times)) / times.step_s)
+    low, high = np.log(np.stack(StepInterval(c, measured, times).ends_s) / times.step_s)
     assert high[0] - low[0] == pytest.approx(high[1] - low[1])
-    small, large = why_wide(c, entry, times)
+    small, large = StepInterval(c, entry, times).why_wide()
     assert "its host decides" in small
     assert "host" not in large
 
@@ -198,15 +198,16 @@ def test_an_unstated_network_is_in_the_interval_until_it_is_stated() -> None:
     c = run(2, gpus=[8, 512], tp=8, pp=1, vpp=1, dp=[1, 64], net_open=1, net=200e9)
     entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
     times = estimate(c, entry.coefficients)
-    low, high = bounds(c, entry, times)
-    known_low, known_high = bounds(replace(c, net_open=np.zeros(2)), entry, times)
+    low, high = StepInterval(c, entry, times).ends_s
+    known = replace(c, net_open=np.zeros(2))
+    known_low, known_high = StepInterval(known, entry, times).ends_s
     assert (low[0], high[0]) == (known_low[0], known_high[0])  # one host needs none
     assert low[1] < known_low[1]
     assert high[1] > known_high[1]
-    one_host, many = open_network(c, entry, times)
+    one_host, many = StepInterval(c, entry, times).open_network()
     assert one_host == ""
     assert many.startswith("network not stated: stating it would narrow -")
-    assert many in why_wide(c, entry, times)[1]
+    assert many in StepInterval(c, entry, times).why_wide()[1]
 
 
 def test_a_stated_network_is_believed_whatever_the_cluster() -> None:

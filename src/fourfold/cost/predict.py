@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
-from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.held import kept_bytes
 from fourfold.cost.memory.peak import Memory, memory
 from fourfold.cost.ops.ends import embedding, handover, head
@@ -55,17 +55,17 @@ class Predictions:
         return self.times.step_s
 
     @cached_property
-    def interval_s(self) -> tuple[Floats, Floats]:
-        """(low, high); found when it is asked for, which most of what a search looks at is not."""
-        return bounds(self.columns, self.entry, self.times)
+    def interval(self) -> StepInterval:
+        """Found when it is asked for, which most of what a search looks at is not."""
+        return StepInterval(self.columns, self.entry, self.times)
 
     @property
     def low_s(self) -> Floats:
-        return self.interval_s[0]
+        return self.interval.ends_s[0]
 
     @property
     def high_s(self) -> Floats:
-        return self.interval_s[1]
+        return self.interval.ends_s[1]
 
     def take(self, index: NDArray[np.intp]) -> Predictions:
         """Those at these places, in that order; `played` stays what it was for all."""

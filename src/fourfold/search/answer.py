@@ -15,7 +15,7 @@ import numpy as np
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.cost.fit.interval import provenance, why_wide
+from fourfold.cost.fit.interval import provenance
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
 from fourfold.cost.power import mean_power_w
 from fourfold.cost.predict import predictions
@@ -149,7 +149,7 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
 
 def _rows(ranking: Ranking, train: Whole, count: int) -> tuple[PlanRow, ...]:
     first = ranking.predicted.take(np.arange(count))
-    wide = why_wide(first.columns, ranking.query.entry, first.times, first.interval_s)
+    wide = first.interval.why_wide()
     ranking = replace(ranking, predicted=first)
     train = replace(train, ranking=ranking)
     return tuple(_row(ranking, train, i, wide[i]) for i in range(count))

@@ -11,7 +11,7 @@ from typing import Any
 from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
-from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
 from fourfold.cost.run import columns_of
@@ -65,7 +65,7 @@ class StagePlanner:
     def step_s(self) -> tuple[float, float, float]:
         """The planner's own step: (seconds, low, high)."""
         found = estimate(self.columns, self.entry.coefficients)
-        low, high = bounds(self.columns, self.entry, found)
+        low, high = StepInterval(self.columns, self.entry, found).ends_s
         return float(found.step_s[0]), float(low[0]), float(high[0])
 
     def fullest_stage(self) -> int:

@@ -9,7 +9,8 @@ can take or leave (virtual stages, ZeRO-3, Ulysses), not a size.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from fourfold.cost.step.traffic import crosses
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 
 Bools = NDArray[np.bool_]
-Ends = tuple[Floats, Floats] | None
+Ends = tuple[Floats, Floats]
 TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 # Half widths (log) at 80%: of measured stacks, in units of their noise, with what few rows leave
 # open (by the root of their number); of a doubling beyond measured ranges.
@@ -45,27 +46,81 @@ def half_width(entry: FittedStack) -> float:
     return wider[1] * MEASURED * float(np.hypot(entry.noise, FEW_ROWS / np.sqrt(entry.rows_time)))
 
 
-def bounds(c: Columns, entry: FittedStack, times: Times) -> tuple[Floats, Floats]:
-    """(low, high) seconds that hold 80% of measured runs."""
-    below, above = _squares(c, entry)
-    is_open = _is_net_open(c)
-    if np.any(is_open):
-        faster, slower = _net_moves(c.take(is_open), entry)
-        below[is_open] += faster**2
-        above[is_open] += slower**2
-    return times.step_s * np.exp(-np.sqrt(below)), times.step_s * np.exp(np.sqrt(above))
+@dataclass(frozen=True)
+class StepInterval:
+    """Of runs, and what makes it wide; each part is found once, when it is asked for."""
+
+    c: Columns
+    entry: FittedStack
+    times: Times
+
+    @cached_property
+    def ends_s(self) -> Ends:
+        """(low, high) seconds that hold 80% of measured runs."""
+        below, above = (square.copy() for square in self._squares)
+        if np.any(self._is_net_open):
+            faster, slower = _net_moves(self.c.take(self._is_net_open), self.entry)
+            below[self._is_net_open] += faster**2
+            above[self._is_net_open] += slower**2
+        step_s = self.times.step_s
+        return step_s * np.exp(-np.sqrt(below)), step_s * np.exp(np.sqrt(above))
+
+    @cached_property
+    def _squares(self) -> Ends:
+        """Squared widths below and above, the network known."""
+        total = np.full(len(self.c), half_width(self.entry) ** 2)
+        for away in offsets(self.c, self.entry.ranges).values():
+            total = total + (PER_DOUBLING * away) ** 2
+        faster, slower = self._host_moves
+        return total + faster**2, total + slower**2
+
+    @cached_property
+    def _host_moves(self) -> Ends:
+        return _host_moves(self.c, self.entry)
+
+    @cached_property
+    def _is_net_open(self) -> Bools:
+        """Runs that need a network which nobody stated."""
+        return (self.c.net_open > 0) & (self.c.gpus > self.c.domain)
+
+    def open_network(self) -> list[str]:
+        """Of each run whose network nobody stated: what its interval would be if it were; '' where
+        that is the same."""
+        found = [""] * len(self.c)
+        if not np.any(self._is_net_open):
+            return found
+        low, high = (end / self.times.step_s - 1.0 for end in self.ends_s)
+        below, above = map(np.sqrt, self._squares)
+        for i in np.flatnonzero(self._is_net_open):
+            before = f"{low[i]:+.0%} to {high[i]:+.0%}"
+            after = f"{np.expm1(-below[i]):+.0%} to {np.expm1(above[i]):+.0%}"
+            if before != after:
+                found[i] = f"network not stated: stating it would narrow {before} to {after}"
+        return found
+
+    def why_wide(self) -> list[str]:
+        """What makes the interval of each run wide; '' where it is not."""
+        low, high = self.ends_s
+        unstated, away = self.open_network(), offsets(self.c, self.entry.ranges)
+        _, slower = self._host_moves
+        unmeasured = ["nothing of this stack was measured on this machine"]
+        found = []
+        for i in range(len(self.c)):
+            reasons = [] if self.entry.rows_time else [*unmeasured]
+            reasons += [unstated[i]] if unstated[i] else []
+            if slower[i] > WIDE:
+                reasons.append("its host decides, whose speed is not known")
+            far = {name: abs(float(one[i])) for name, one in away.items()}
+            worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
+            for name in worst[:2]:
+                called = _CALLED.get(name, name)
+                reasons.append(f"nothing measured within {2 ** far[name]:.0f}x of {called}")
+            is_wide = np.log(high[i] / low[i]) >= 2.0 * WIDE
+            found.append(("; ".join(reasons) or "its measured runs scatter") if is_wide else "")
+        return found
 
 
-def _squares(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
-    """Squared widths below and above, the network known."""
-    total = np.full(len(c), half_width(entry) ** 2)
-    for away in offsets(c, entry.ranges).values():
-        total = total + (PER_DOUBLING * away) ** 2
-    faster, slower = _host_moves(c, entry)
-    return total + faster**2, total + slower**2
-
-
-def _host_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
+def _host_moves(c: Columns, entry: FittedStack) -> Ends:
     """How much less and more (log) a step takes with a fast and with a slow host, if none of this
     stack here was measured; nothing where the device takes far longer."""
     if entry.rows_time:
@@ -76,32 +131,11 @@ def _host_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
     return usual - fast, slow - usual
 
 
-def _is_net_open(c: Columns) -> Bools:
-    """Runs that need a network which nobody stated."""
-    return (c.net_open > 0) & (c.gpus > c.domain)
-
-
-def _net_moves(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
+def _net_moves(c: Columns, entry: FittedStack) -> Ends:
     """How much less and more (log) a step takes on a fast and on a slow network."""
     nets = np.stack([c.net, np.minimum(c.net, SLOW_NET), np.maximum(c.net, FAST_NET)])
     usual, slow, fast = np.log(estimate(replace(c, net=nets), entry.coefficients).step_s)
     return usual - fast, slow - usual
-
-
-def open_network(c: Columns, entry: FittedStack, times: Times, ends: Ends = None) -> list[str]:
-    """Of each run whose network nobody stated: what its interval (`ends`, where they are known)
-    would be if it were; '' where that is the same."""
-    found = [""] * len(c)
-    if not np.any(_is_net_open(c)):
-        return found
-    low, high = (end / times.step_s - 1.0 for end in ends or bounds(c, entry, times))
-    below, above = map(np.sqrt, _squares(c, entry))
-    for i in np.flatnonzero(_is_net_open(c)):
-        before = f"{low[i]:+.0%} to {high[i]:+.0%}"
-        after = f"{np.expm1(-below[i]):+.0%} to {np.expm1(above[i]):+.0%}"
-        if before != after:
-            found[i] = f"network not stated: stating it would narrow {before} to {after}"
-    return found
 
 
 def provenance(c: Columns, entry: FittedStack) -> list[Provenance]:
@@ -155,24 +189,3 @@ _CALLED = {"hidden": "the width", "seq": "the sequence", "gpus": "the number of 
            "tokens": "the number of tokens in a micro batch",
            "micros": "the number of micro batches", "vpp": "the number of virtual stages",
            "low_precision": "the format of products"}  # fmt: skip
-
-
-def why_wide(c: Columns, entry: FittedStack, times: Times, ends: Ends = None) -> list[str]:
-    """What makes the interval of each run (`ends`, where they are known) wide; '' where it is
-    not."""
-    low, high = ends = ends or bounds(c, entry, times)
-    unstated, away = open_network(c, entry, times, ends), offsets(c, entry.ranges)
-    _, slower = _host_moves(c, entry)
-    found = []
-    for i in range(len(c)):
-        reasons = [] if entry.rows_time else ["nothing of this stack was measured on this machine"]
-        reasons += [unstated[i]] if unstated[i] else []
-        if slower[i] > WIDE:
-            reasons.append("its host decides, whose speed is not known")
-        far = {name: abs(float(one[i])) for name, one in away.items()}
-        worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
-        reasons += [f"nothing measured within {2 ** far[name]:.0f}x of {_CALLED.get(name, name)}"
-                    for name in worst[:2]]  # fmt: skip
-        is_wide = np.log(high[i] / low[i]) >= 2.0 * WIDE
-        found.append(("; ".join(reasons) or "its measured runs scatter") if is_wide else "")
-    return found

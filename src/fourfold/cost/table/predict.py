@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, FittedStack, Provenance
-from fourfold.cost.fit.interval import open_network, provenance
+from fourfold.cost.fit.interval import provenance
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance
 from fourfold.cost.predict import predictions
@@ -124,7 +124,7 @@ def _answer(
     out["chance"][part] = fit_chance(c, entry)
     away = offsets(c, entry.ranges).values()
     out["beyond"][part] = sum((np.abs(one) for one in away), np.zeros(len(c)))
-    return open_network(c, entry, found.times, found.interval_s), provenance(c, entry)
+    return found.interval.open_network(), provenance(c, entry)
 
 
 def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:
