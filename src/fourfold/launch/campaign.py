@@ -16,9 +16,10 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.identity import number_of
-from fourfold.launch.local import Launcher, run_job
+from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, kind_of
 from fourfold.launch.queue import Queue
+from fourfold.launch.slurm import Slurm
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
@@ -61,7 +62,7 @@ def launch_run(
     *,
     options: tuple[tuple[str, str], ...] = (),
     permit: Permit | None = None,
-    on: Launcher | None = None,
+    on: Slurm | None = None,
 ) -> RunReport:
     job = Job(job="run", specs=(spec,), options=options)
     return run_job(job, folder, progress=say, permit=permit, on=on).runs[0]

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fourfold.errors import UserError
 from fourfold.launch.identity import VARIABLE, end_leftovers, new_mark
@@ -126,15 +125,6 @@ class Ended:
         return f"exited with code {self.code}{on}"
 
 
-class Running(Protocol):
-    """A program that was started; `queued` says what it still waits for."""
-
-    @property
-    def queued(self) -> str: ...
-
-    def poll(self) -> int | None: ...
-
-
 def run_command(
     command: Sequence[str], env: Mapping[str, str], folder: Path, watch: Watch
 ) -> Ended:
@@ -156,7 +146,7 @@ def run_command(
             raise UserError(rule, field="command", value=command[0], hint=hint) from None
     try:
         with stop_signals(None):
-            code, limit, steps, start_s = watched(_Process(process), folder, watch)
+            code, limit, steps, start_s = watched(process.poll, folder, watch)
     finally:
         _end(process, folder)
     return Ended(
@@ -170,27 +160,24 @@ def run_command(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    process: subprocess.Popen[bytes]
-    queued: str = ""
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-
-def watched(running: Running, folder: Path, watch: Watch) -> tuple[int | None, str, int, float]:
-    """(exit code, limit that passed, steps seen, seconds until the first)."""
+def watched(
+    poll: Callable[[], int | None],
+    folder: Path,
+    watch: Watch,
+    queued: Callable[[], str] = lambda: "",
+) -> tuple[int | None, str, int, float]:
+    """(exit code, limit that passed, steps seen, seconds until the first) of a program that was
+    started; `poll` has its exit code, `queued` says what it still waits for."""
     began = changed_at = said_at = time.monotonic()
     steps, start_s = 0, 0.0
     read: dict[Path, int] = {}
     while True:
-        code = running.poll()  # before reading: its last words are then in the log
+        code = poll()  # before reading: its last words are then in the log
         seen = steps
         for log in sorted(folder.glob(LOG_FILES)):
             seen = _take(log, read, watch, seen)
         now = time.monotonic()
-        if running.queued:  # time in a queue is no silence
+        if queued():  # time in a queue is no silence
             began = changed_at = now
         if seen != steps:
             start_s = start_s or now - began
@@ -206,7 +193,7 @@ def watched(running: Running, folder: Path, watch: Watch) -> tuple[int | None, s
             return None, f"{name} limit of {limit_s:g} s", steps, start_s
         if now - said_at > _SAY_EVERY_S:
             said_at = now
-            watch.say(running.queued or (f"{counted(steps, 'step')} done" if steps else "starting"))
+            watch.say(queued() or (f"{counted(steps, 'step')} done" if steps else "starting"))
         time.sleep(_POLL_S)
 
 

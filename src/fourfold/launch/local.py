@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.command import stop_signals
 from fourfold.launch.folder import End, exclusive, job_folder, job_report, scratch, set_aside
-from fourfold.launch.outcomes import JobScene, fallen, silent, stopped
+from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit, gpu_count
 from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for
+from fourfold.launch.slurm import Slurm
+from fourfold.launch.slurm_ranks import SlurmRanks
 from fourfold.result.files.stored import seal
 from fourfold.result.job import (
     DUMP_FILE,
@@ -54,44 +56,8 @@ def must_be_ok(report: JobReport) -> None:
     raise JobError(f"{report.job} {report.outcome}{where}")
 
 
-class Started(Protocol):
-    """The ranks of one start, wherever they are; `queued` says what they still wait for.
-    `hear_out`: after a bad exit; True where they are started over. `end`: whatever runs.
-    `stop`: the same where this command is stopped."""
-
-    scene: JobScene
-    queued: str
-
-    @property
-    def environment(self) -> tuple[tuple[str, str], ...]: ...
-
-    @property
-    def all_ended(self) -> bool: ...
-
-    def poll(self) -> bool: ...
-
-    def hear_out(self) -> bool: ...
-
-    def end(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class Launcher(Protocol):
-    """Starts the ranks of some tasks of a job; what it returns polls and cancels them. `knows`:
-    whether the job was started already, and is followed."""
-
-    def knows(self, job: Job, folder: Path) -> bool: ...
-
-    def start(self, job: Job, tasks: list[int], folder: Path) -> Started: ...
-
-
-class ThisHost:
-    def knows(self, job: Job, folder: Path) -> bool:
-        return False
-
-    def start(self, job: Job, tasks: list[int], folder: Path) -> Started:
-        return Ranks(job, tasks, folder)
+# The ranks of one start, wherever they are.
+Started = Ranks | SlurmRanks
 
 
 def run_job(
@@ -100,7 +66,7 @@ def run_job(
     *,
     progress: Progress | None = None,
     permit: Permit | None = None,
-    on: Launcher | None = None,
+    on: Slurm | None = None,
 ) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
@@ -111,13 +77,13 @@ def run_job(
         permit.require_job(job)
     else:  # how much room there is elsewhere is the scheduler's to say
         permit.require(job.specs)
-    on = on or ThisHost()
-    with exclusive(folder) if on.knows(job, folder) else job_folder(folder):
+    followed = on is not None and on.knows(job, folder)  # started by an earlier command
+    with exclusive(folder) if followed else job_folder(folder):
         files.write_text(folder / JOB_FILE, codec.to_json(job))
         return _run_all(job, folder, progress, on)
 
 
-def _run_all(job: Job, folder: Path, progress: Progress | None, on: Launcher) -> JobReport:
+def _run_all(job: Job, folder: Path, progress: Progress | None, on: Slurm | None) -> JobReport:
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     ends: dict[int, End] = {}
     places: dict[int, tuple[tuple[str, str], ...]] = {}
@@ -126,7 +92,7 @@ def _run_all(job: Job, folder: Path, progress: Progress | None, on: Launcher) ->
         with stop_signals(folder / STOP_FILE if job.patient else None):
             while todo:
                 batch = _batch(job, todo)
-                ranks = on.start(job, batch, folder)
+                ranks = on.start(job, batch, folder) if on else Ranks(job, batch, folder)
                 ends |= _run_batch(job, batch, ranks, progress)
                 places |= dict.fromkeys(batch, ranks.environment)
                 todo = [task for task in todo if task not in ends]
@@ -286,7 +252,7 @@ def answers_in(
     kind: type[T],
     parts: Sequence[int | None],
     progress: Progress | None,
-    on: Launcher | None = None,
+    on: Slurm | None = None,
 ) -> list[T]:
     report = run_job(job, folder, progress=progress, on=on)
     must_be_ok(report)

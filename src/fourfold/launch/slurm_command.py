@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from fourfold.launch.batch_script import HUNG_FILE
@@ -29,7 +30,9 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
     began = time.monotonic()
     ranks = slurm.start(job, [0], folder)
     try:
-        code, limit, steps, start_s = watched(_Nodes(ranks), folder, watch)
+        code, limit, steps, start_s = watched(
+            partial(_exit_code, ranks), folder, watch, lambda: ranks.queued
+        )
     except BaseException:
         ranks.stop()
         raise
@@ -61,37 +64,29 @@ def _limit_of_script(folder: Path) -> str:
     return ""
 
 
-class _Nodes:
-    """The nodes of the job as one program."""
+def _exit_code(ranks: SlurmRanks) -> int | None:
+    """Of the nodes as one program; None while any of them runs."""
+    if not ranks.poll():
+        return None
+    until = time.monotonic() + _LAST_WORDS_S
+    while not _is_settled(ranks) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        ranks.poll()
+    code = ranks.scene.worker_exit
+    return 1 if code is None else code
 
-    def __init__(self, ranks: SlurmRanks) -> None:
-        self._ranks = ranks
 
-    @property
-    def queued(self) -> str:
-        return self._ranks.queued
-
-    def poll(self) -> int | None:
-        if not self._ranks.poll():
-            return None
-        until = time.monotonic() + _LAST_WORDS_S
-        while not self._is_settled() and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-            self._ranks.poll()
-        code = self._ranks.scene.worker_exit
-        return 1 if code is None else code
-
-    def _is_settled(self) -> bool:
-        """Whether the end is explained: by the script's status and, of a bad one, by its nodes or
-        by Slurm."""
-        scene = self._ranks.scene
-        if scene.by_scheduler is not None or scene.worker_exit == 0:
-            return True
-        if scene.worker_exit is None or self._ranks.has_ended:
-            return self._ranks.has_ended and scene.worker_exit is not None
-        # Who was killed for memory is known to Slurm alone, and of a whole job.
-        killed = 128 + 9 in (code for code, _ in scene.exits.values()) and not self._ranks.is_step
-        return len(scene.exits) == scene.ranks and not killed
+def _is_settled(ranks: SlurmRanks) -> bool:
+    """Whether the end is explained: by the script's status and, of a bad one, by its nodes or by
+    Slurm."""
+    scene = ranks.scene
+    if scene.by_scheduler is not None or scene.worker_exit == 0:
+        return True
+    if scene.worker_exit is None or ranks.has_ended:
+        return ranks.has_ended and scene.worker_exit is not None
+    # Who was killed for memory is known to Slurm alone, and of a whole job.
+    killed = 128 + 9 in (code for code, _ in scene.exits.values()) and not ranks.is_step
+    return len(scene.exits) == scene.ranks and not killed
 
 
 def _first_failed(ranks: SlurmRanks) -> tuple[int, int]:
