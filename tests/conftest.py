@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from fourfold.launch import ranks
 from tests import warm
+from tests.cli import Cli
 from tests.sampling import PROFILE, examples
 
 settings.register_profile(
@@ -157,3 +158,8 @@ def _warm_workers() -> Iterator[None]:
 def _cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("cold_start"):
         monkeypatch.setattr(ranks, "subprocess", subprocess)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.errors import UserError
+from tests.cli import Cli
 from tests.sources import nodes_of
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "4096", "--global-batch", "64"]
@@ -62,23 +62,21 @@ def test_an_error_is_a_sentence(error: UserError, text: str) -> None:
         ([*PLAN, "--gpuss", "8"], "unknown option --gpuss 8; did you mean '--gpus'?"),
     ],
 )  # fmt: skip
-def test_the_command_line_names_the_flag(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {text}")
+def test_the_command_line_names_the_flag(words: list[str], text: str, cli: Cli) -> None:
+    assert cli(*words, status=2).startswith(f"error: {text}")
 
 
-def test_a_file_names_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_names_the_path(tmp_path: Path, cli: Cli) -> None:
     spec = tmp_path / "run.toml"
     spec.write_text('model = "llama-tiny"\ngpus = 2\n[batch]\nseq_len = 0\n')
-    assert main(["bench", "--spec", str(spec)]) == 2
-    assert f"error: batch.seq_len = 0 in {spec} must be from 1" in capsys.readouterr().err
-    assert main(["bench", "--spec", str(spec), "--seq-len", "64", "--gpus", "3", "--tp", "2"]) == 2
-    assert "error: --gpus 3 is not divisible by" in capsys.readouterr().err
+    assert f"error: batch.seq_len = 0 in {spec} must be from 1" in cli(
+        "bench", "--spec", spec, status=2
+    )
+    assert "error: --gpus 3 is not divisible by" in cli(
+        "bench", "--spec", spec, "--seq-len", "64", "--gpus", "3", "--tp", "2", status=2
+    )
     spec.write_text("model = \n")
-    assert main(["bench", "--spec", str(spec)]) == 2
-    assert f"error: {spec} is not TOML" in capsys.readouterr().err
+    assert f"error: {spec} is not TOML" in cli("bench", "--spec", spec, status=2)
 
 
 SOURCE = Path(__file__).parent.parent / "src" / "fourfold"

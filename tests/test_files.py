@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fourfold import files
-from fourfold.cli import main
 from fourfold.errors import UserError
+from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -43,21 +43,20 @@ def test_pipes_are_written_to() -> None:
 
 @pytest.mark.parametrize("command", ["predict", "fit"])
 def test_commands_replace_their_own_and_nothing_else(
-    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: str, cli: Cli
 ) -> None:
     rows = tmp_path / "rows.csv"
     lines = (GOLDEN / "bloom.csv").read_text().splitlines()
     rows.write_text("\n".join(lines[:12]) + "\n")
     out = tmp_path / "out"
     words = [command, str(rows), "--out", str(out)]
-    assert main(words) == 0
+    cli(*words)
     first = out.read_text()
-    assert main(words) == 0
+    cli(*words)
     out.write_text("notes of a week\n")
-    assert main(words) == 2
-    assert "was not written by this command" in capsys.readouterr().err
+    assert "was not written by this command" in cli(*words, status=2)
     assert out.read_text() == "notes of a week\n"
     # Its own input is no result either.
-    assert main([command, str(rows), "--out", str(rows)]) == 2
-    assert main([*words, "--force"]) == 0
+    cli(command, rows, "--out", rows, status=2)
+    cli(*words, "--force")
     assert out.read_text() == first

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import bench, sites
+from tests.cli import Cli
 
 RUN = ["bench", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "64", "--global-batch", "16"]
 CPU = ["--precision", "fp32", "--set", "device=cpu"]
@@ -37,38 +36,28 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_one_run_in_full(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_in_full(tmp_path: Path, speed: list[float], cli: Cli) -> None:
     words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path)]
-    assert main([*words, "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = cli.json(*words)
     assert (data["outcome"], data["step_s"], data["tokens_s_gpu"]) == ("ok", 0.5, 1024.0)
     assert data["conventions"]["mpt"]["mfu_pct"] > 0
     assert data["predicted"]["step_s"] > 0
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    out = cli(*words)
     for word in ("step time", "samples/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "HFU", "memory"):
         assert word in out
 
 
-def test_out_of_memory_gets_a_post_mortem(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*RUN, *CPU, "--micro-batch", "8", "--runs", str(tmp_path), "--format", "json"]
-    assert main(words) == 1
-    data = json.loads(capsys.readouterr().out)
+def test_out_of_memory_gets_a_post_mortem(tmp_path: Path, speed: list[float], cli: Cli) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "8", "--runs", str(tmp_path)]
+    data = cli.json(*words, status=1)
     assert data["failure"]["rank"] == 1
     changes = [fix["change"] for fix in data["post_mortem"]["fixes"]]
     assert {"micro_batch = 4", "recompute = full", "layout = pp1 dp1 cp1 tp2"} <= set(changes)
 
 
-def test_auto_finds_the_largest_that_fits(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*RUN, *CPU, "--micro-batch", "0", "--runs", str(tmp_path), "--format", "json"]
-    assert main(words) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_auto_finds_the_largest_that_fits(tmp_path: Path, speed: list[float], cli: Cli) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "0", "--runs", str(tmp_path)]
+    data = cli.json(*words)
     assert data["micro_batch"] == 4
     assert {"micro_batch": 8, "fits": False} in data["micro_batch_trials"]
     assert len(data["micro_batch_trials"]) <= bench.MOST_TRIALS
@@ -86,42 +75,33 @@ def test_the_search_for_auto_is_bounded_and_right() -> None:
                     assert (found or 0) == truth
 
 
-def test_an_illegal_run_fails_with_its_reason(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_illegal_run_fails_with_its_reason(tmp_path: Path, speed: list[float], cli: Cli) -> None:
     words = [*RUN, *CPU, "--micro-batch", "1", "--pp", "2", "--schedule", "interleaved"]
-    assert main([*words, "--runs", str(tmp_path)]) == 1
-    assert "illegal:" in capsys.readouterr().err
+    cli(*words, "--runs", tmp_path, status=1)
+    assert "illegal:" in cli.err
 
 
-def test_diff_needs_repeats_to_decide(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_needs_repeats_to_decide(tmp_path: Path, speed: list[float], cli: Cli) -> None:
     def measure(micro: str, step_s: float) -> None:
         speed[:] = [step_s]
-        assert main([*RUN, *CPU, "--micro-batch", micro, "--runs", str(tmp_path)]) == 0
+        cli(*RUN, *CPU, "--micro-batch", micro, "--runs", tmp_path)
 
     measure("1", 0.5)
     measure("2", 0.6)
-    capsys.readouterr()
     runs = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
-    words = ["diff", runs[0][:16], runs[1][:16], "--runs", str(tmp_path), "--format", "json"]
-    assert main(words) == 0
-    first = json.loads(capsys.readouterr().out)
+    words = ["diff", runs[0][:16], runs[1][:16], "--runs", str(tmp_path)]
+    first = cli.json(*words)
     assert first["verdict"] == "can't tell"
     assert first["settings"][0]["name"] == "batch.micro_batch"
     measure("1", 0.501)
-    capsys.readouterr()
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "different"
-    assert main(["diff", "zz", runs[0], "--runs", str(tmp_path)]) == 2
+    assert cli.json(*words)["verdict"] == "different"
+    cli("diff", "zz", runs[0], "--runs", tmp_path, status=2)
 
 
-def test_a_ramp_up_is_not_measured(capsys, tmp_path):
+def test_a_ramp_up_is_not_measured(cli, tmp_path):
     words = ["--model", "llama-tiny", "--gpus", "1", "--seq-len", "64", "--global-batch", "8"]
     ramp = ["--set", "batch.ramp={start=2,increment=2,samples=64}"]
-    assert main(["bench", *words, *ramp, "--runs", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
+    said = cli("bench", *words, *ramp, "--runs", tmp_path, status=2)
     assert "batch.ramp=2,2,64" in said
     assert "fourfold train" in said
     assert not list(tmp_path.iterdir())
@@ -129,21 +109,20 @@ def test_a_ramp_up_is_not_measured(capsys, tmp_path):
 
 @pytest.mark.parametrize("command", ["bench", "train"])
 def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
-    command: str, tmp_path, monkeypatch, capsys
+    command: str, tmp_path, monkeypatch, cli
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     place = (
         ["--runs", str(tmp_path / "r")] if command == "bench" else ["--out", str(tmp_path / "t")]
     )
     words = [command, "--model", "llama-tiny", "--gpus", "2", "--steps", "1", *place]
-    assert main([*words, "--set", "device=cuda"]) == 2
-    said = capsys.readouterr().err
+    said = cli(*words, "--set", "device=cuda", status=2)
     assert "device cuda needs 2 GPUs, one per rank, but this machine has 1" in said
     assert not list(tmp_path.glob("**/*.json"))
 
 
 def test_engines_run_the_same_run_into_one_table(
-    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, speed: list[float], cli: Cli
 ) -> None:
     fake = Path(__file__).parents[1] / "samples" / "engine" / "fake.py"
     template = tmp_path / "mine.toml"
@@ -151,13 +130,11 @@ def test_engines_run_the_same_run_into_one_table(
     template.write_text(f'export = "megatron"\nreader = "megatron"\ncommand = {command!r}\n')
     runs = str(tmp_path / "runs")
     words = [*RUN, *CPU, "--micro-batch", "2", "--runs", runs, "--engine", f"{template}, fourfold"]
-    assert main([*words, "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)["runs"]
+    data = cli.json(*words)["runs"]
     assert [run["engine"] for run in data] == ["mine", "fourfold"]
     assert [run["step_s"] for run in data] == [0.25, 0.5]
     assert data[0]["run_id"] == data[1]["run_id"], "the same run"
-    assert main(words) == 0
-    table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    table = cli(*words).rpartition("\n\n")[2].splitlines()
     assert "of fourfold" in table[0]
     assert [line.split()[0] for line in table[2:]] == ["mine", "fourfold"]
     assert "2.000" in table[2]
@@ -166,9 +143,8 @@ def test_engines_run_the_same_run_into_one_table(
 
 @pytest.mark.parametrize("engines", ["fourfold,megatron,fourfold", "fourfold,", "fourfold,neox"])
 def test_a_list_of_engines_is_refused_before_anything_runs(
-    engines: str, tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+    engines: str, tmp_path: Path, speed: list[float], cli: Cli
 ) -> None:
     words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path), "--engine", engines]
-    assert main(words) == 2
-    assert "engine" in capsys.readouterr().err
+    assert "engine" in cli(*words, status=2)
     assert not list(tmp_path.iterdir())

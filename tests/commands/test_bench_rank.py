@@ -15,6 +15,7 @@ from fourfold.result.one_rank import KernelTime, OneRankResult, PhaseTime, Traff
 from fourfold.result.report import Failure, RunReport
 from fourfold.spec import codec
 from fourfold.verbs import one_rank
+from tests.cli import Cli
 
 ASK = [
     "bench", "--model", "llama-3.1-70b", "--world", "512", "--seq-len", "4096",
@@ -80,14 +81,10 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def test_three_layouts_are_one_table(
-    jobs: list[Job],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    jobs: list[Job], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*ASK, *THREE, "--as-rank", "0", "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = list(csv.DictReader(io.StringIO(cli(*ASK, *THREE, "--as-rank", "0", "--format", "csv"))))
     assert [f"{row['layout']} {row['sharding']} mbs{row['micro_batch']}" for row in rows] == [
         "pp1 dp64 cp1 tp8 zero3 mbs1",
         "pp4 dp16 cp1 tp8 zero1 mbs1",
@@ -102,12 +99,11 @@ def test_three_layouts_are_one_table(
 
 
 def test_a_step_is_measured_compute_and_modelled_traffic(
-    jobs: list[Job], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    jobs: list[Job], cli: Cli, tmp_path: Path
 ) -> None:
     out = tmp_path / "found.json"
     words = [*ASK, *THREE, "--as-rank", "0", "--out", str(out)]
-    assert main([*words, "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = cli.json(*words)
     assert data == json.loads(out.read_text())
     for one in data["ranks"]:
         parts = one["step_parts_s"]
@@ -123,9 +119,8 @@ def test_a_step_is_measured_compute_and_modelled_traffic(
     assert pipe["bubble"] == pytest.approx(3 * 0.33, rel=0.5)
 
 
-def test_one_layout_is_told_in_full(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASK, "--layout", "pp4 dp16 tp8", "--as-rank", "last"]) == 0
-    text = capsys.readouterr().out
+def test_one_layout_is_told_in_full(jobs: list[Job], cli: Cli) -> None:
+    text = cli(*ASK, "--layout", "pp4 dp16 tp8", "--as-rank", "last")
     assert jobs[0].option("ranks") == "384"
     for words in ("layers, forward", "all-gather", "bubble", "planner's own step", "4 of 32"):
         assert words in text
@@ -141,12 +136,9 @@ def test_the_flags_of_bench_say_the_layout_too(jobs: list[Job]) -> None:
     assert (jobs[0].option("ranks"), jobs[0].option("micro_batches")) == ("0", "0")
 
 
-def test_out_of_memory_is_a_row_with_a_way_out(
-    jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory_is_a_row_with_a_way_out(jobs: list[Job], cli: Cli) -> None:
     words = ["--layout", "tp8 zero3", "--layout", "tp8 zero3 batch.micro_batch=7"]
-    assert main([*ASK, *words, "--as-rank", "0"]) == 1
-    text = capsys.readouterr().out
+    text = cli(*ASK, *words, "--as-rank", "0", status=1)
     assert "CUDA out of memory" in text
     assert "changes that would fit" in text
     assert "+60%" in text, "the other layout is still told"
@@ -176,9 +168,9 @@ def test_what_cannot_be_is_refused(
     assert not jobs
 
 
-def test_a_picture_belongs_to_the_floor_and_must_be_one(capsys):
+def test_a_picture_belongs_to_the_floor_and_must_be_one(cli):
     words = ["bench", "--model", "llama-tiny", "--seq-len", "64", "--global-batch", "2"]
-    assert main([*words, "--picture", "a.png"]) == 2
-    assert "--against floor" in capsys.readouterr().err
-    assert main([*words, "--against", "floor", "--picture", "a.txt"]) == 2
-    assert "not a supported picture format" in capsys.readouterr().err
+    assert "--against floor" in cli(*words, "--picture", "a.png", status=2)
+    assert "not a supported picture format" in cli(
+        *words, "--against", "floor", "--picture", "a.txt", status=2
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 import fourfold
 from fourfold import CalendarRequest, PlanRequest, TrainingPhase
-from fourfold.cli import main
 from fourfold.errors import UserError
+from tests.cli import Cli
 
 PLAN = PlanRequest(
     model="llama-3.2-1b", gpu="h100-80gb", seq_len=4096, global_batch=512, stack="torchtitan",
@@ -73,7 +72,7 @@ def _must_agree(days: float, chance: float, tokens: int) -> None:
     assert (fourfold.calendar(half).points[0].in_time or 0.0) > best.in_time or best.in_time == 1.0
 
 
-def test_a_budget_is_kept_and_may_be_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_is_kept_and_may_be_too_small(cli: Cli) -> None:
     found = fourfold.calendar(CalendarRequest(plan=PLAN, budget=40_000, chance=0.7))
     assert found.best is not None
     assert (found.best.in_budget or 0.0) >= 0.7
@@ -82,13 +81,12 @@ def test_a_budget_is_kept_and_may_be_too_small(capsys: pytest.CaptureFixture[str
     asked = ["--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--seq-len", "4096", "--tokens", "1T",
              "--global-batch", "512", "--price", "2", "--stack", "torchtitan", "--tp", "1",
              "--pp", "1", "--cp", "1", "--micro-batch", "4"]  # fmt: skip
-    assert main(["plan", *asked, "--deadline", "9d", "--budget", "1k"]) == 1
-    said = capsys.readouterr().out
+    said = cli("plan", *asked, "--deadline", "9d", "--budget", "1k", status=1)
     assert "No number of GPUs trains 1.00T tokens" in said
     assert "9 days and a budget of 1,000" in said
 
 
-def test_phases_of_a_file_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_of_a_file_add_up(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "training.toml"
     file.write_text(
         'model = "llama-3.2-1b"\ngpus = 64\ngpu = "h100-80gb"\nprice = 2.0\n'
@@ -98,8 +96,7 @@ def test_phases_of_a_file_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[s
         '[[phases]]\ntokens = "100B"\nseq_len = 16384\nglobal_batch = 128\n'
         '[assumptions]\ndetect_s = "2min"\nspare_hosts = 2\n'
     )
-    assert main(["calendar", str(file), "--format", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json("calendar", file)
     (point,) = answer["points"]
     assert answer["tokens"] == 10**12
     assert len(point["layouts"]) == len(point["step_s"]) == 2
@@ -125,8 +122,7 @@ def test_phases_of_a_file_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert point["days"] > sum(one.days for one in alone)  # small batches of the ramp cost more
     assert point["days"] == pytest.approx(sum(one.days for one in alone), rel=0.01)
 
-    assert main(["calendar", str(file)]) == 0
-    page = capsys.readouterr().out
+    page = cli("calendar", file)
     assert "where the time goes" in page
     assert "assumed: detect_s=120" in page
     assert max(map(len, page.splitlines())) <= 140
@@ -145,17 +141,13 @@ def test_phases_of_a_file_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--tokens", "1T", "--gpus", "63"], "--gpus 63"),
     ],
 )
-def test_a_bad_question_is_an_error(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_question_is_an_error(arguments: list[str], said: str, cli: Cli) -> None:
     base = ["--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--seq-len", "4096"]
-    assert main(["calendar", *base, "--global-batch", "512", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli("calendar", *base, "--global-batch", "512", *arguments, status=2)
 
 
-def test_assumptions_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calendar", "--assume", "list"]) == 0
-    page = capsys.readouterr().out
+def test_assumptions_are_listed_with_their_sources(cli: Cli) -> None:
+    page = cli("calendar", "--assume", "list")
     assert "466 in 54 days" in page
     with pytest.raises(UserError, match="detect_s"):
         CalendarRequest(plan=PLAN, assumptions={"detect_s": -1}).assumed()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.commands import COMMANDS
 from fourfold.commands.completion import candidates
 from fourfold.spec import catalog
@@ -118,8 +117,6 @@ def test_no_heavy_module_is_imported(program):
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
 
 
-def test_a_shell_must_be_named(capsys):
-    assert main(["completion"]) == 2
-    assert "bash, zsh, fish" in capsys.readouterr().err
-    assert main(["completion", "tcsh"]) == 2
-    assert "bash, zsh, fish" in capsys.readouterr().err
+def test_a_shell_must_be_named(cli):
+    assert "bash, zsh, fish" in cli("completion", status=2)
+    assert "bash, zsh, fish" in cli("completion", "tcsh", status=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -14,17 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli import main
 from fourfold.output import Stderr
 from fourfold.spec.tokens import read_info, tokenizer_path
 from fourfold.verbs import weights
 from fourfold.verbs.tokens import pieces
-
-
-def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert main(["data", *words]) == code
-    captured = capsys.readouterr()
-    return captured.out if code == 0 else captured.err + captured.out
 
 
 def tokens(name: str) -> list[int]:
@@ -43,38 +35,38 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_bytes_are_tokens_and_256_ends_a_document(capsys, name, text, tmp_path):
+def test_bytes_are_tokens_and_256_ends_a_document(cli, name, text, tmp_path):
     (tmp_path / "empty").touch()
-    ran(capsys, "make", "--out", name, text, str(tmp_path / "empty"), text)
+    cli("data", "make", "--out", name, text, tmp_path / "empty", text)
     assert tokens(name) == [*b"caf\xc3\xa9\r\n", 256] * 2
     info = read_info(name)
     assert (info.documents, info.vocab, info.tokenizer, info.dtype) == (2, 257, "bytes", "uint16")
-    shown = ran(capsys, "show", name)
+    shown = cli("data", "show", name)
     assert re.search(r"checksum +matches", shown)
     assert f"{info.unigram_nats:.4f} nats" in shown
     assert "caf\\xe9" in shown
-    data = json.loads(ran(capsys, "show", name, "--format", "json"))
+    data = cli.json("data", "show", name)
     assert data["first_tokens"] == tokens(name)
     assert data["distinct_tokens"] == 8
 
 
-def test_a_vocabulary_of_256_has_a_zero_byte_for_the_end(capsys, name, text):
-    ran(capsys, "make", "--out", name, "--vocab", "256", text)
+def test_a_vocabulary_of_256_has_a_zero_byte_for_the_end(cli, name, text):
+    cli("data", "make", "--out", name, "--vocab", "256", text)
     assert tokens(name)[-1] == 0
     assert read_info(name).vocab == 256
-    assert "is below the 257 of the tokenizer" in ran(
-        capsys, "make", "--out", f"{name}2", "--vocab", "255", text, code=2
+    assert "is below the 257 of the tokenizer" in cli(
+        "data", "make", "--out", f"{name}2", "--vocab", "255", text, status=2
     )
 
 
-def test_stdin_is_a_text(capsys, name, monkeypatch):
+def test_stdin_is_a_text(cli, name, monkeypatch):
     content = bytes(range(256)) * (20 * 2**10)  # more than one chunk
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    ran(capsys, "make", "--out", name, "-")
+    cli("data", "make", "--out", name, "-")
     assert tokens(name) == [*content, 256]
 
 
-def test_what_cannot_be_made_is_refused_and_leaves_nothing(capsys, name, text, tmp_path):
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(cli, name, text, tmp_path):
     (tmp_path / "empty").touch()
     for words, said in (
         ([str(tmp_path / "nothing")], "No such file"),
@@ -83,29 +75,29 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(capsys, name, text, t
         ([str(tmp_path / "empty")], "contain no text"),
         ([text, "--end-token", "x"], "is not used with byte tokens"),
     ):
-        assert said in ran(capsys, "make", "--out", name, *words, code=2)
+        assert said in cli("data", "make", "--out", name, *words, status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
 
 
-def test_an_old_file_is_kept_unless_forced(capsys, name, text):
-    ran(capsys, "make", "--out", name, text)
-    assert "use --force" in ran(capsys, "make", "--out", name, text, code=2)
-    ran(capsys, "make", "--out", name, "--force", text, text)
+def test_an_old_file_is_kept_unless_forced(cli, name, text):
+    cli("data", "make", "--out", name, text)
+    assert "use --force" in cli("data", "make", "--out", name, text, status=2)
+    cli("data", "make", "--out", name, "--force", text, text)
     assert read_info(name).documents == 2
 
 
-def test_damage_is_found(capsys, name, tmp_path):
+def test_damage_is_found(cli, name, tmp_path):
     path = tmp_path / "long"
     path.write_bytes(b"x" * (3 * 2**20))
-    ran(capsys, "make", "--out", name, str(path))
+    cli("data", "make", "--out", name, path)
     with open(f"{name}.bin", "r+b") as stream:
         stream.seek(3 * 2**20)
         stream.write(b"\xff")
-    assert "ends match" in ran(capsys, "show", name, "--quick")
-    assert "differs" in ran(capsys, "show", name, code=1)
+    assert "ends match" in cli("data", "show", name, "--quick")
+    assert "differs" in cli("data", "show", name, status=1)
     with open(f"{name}.bin", "ab") as stream:
         stream.write(b"\0")
-    assert "create it again" in ran(capsys, "show", name, code=2)
+    assert "create it again" in cli("data", "show", name, status=2)
 
 
 @given(st.lists(st.text(alphabet="ab \n.\u00e9", max_size=30)), st.integers(1, 12))
@@ -115,42 +107,42 @@ def test_pieces_are_the_text(texts, size):
     assert all(len(piece) <= 2 * size for piece in found)
 
 
-def test_rows_of_jsonl_are_documents(capsys, name, tmp_path):
+def test_rows_of_jsonl_are_documents(cli, name, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "ab", "id": 1}\n\n{"text": "\\u00e9"}')
-    ran(capsys, "make", "--out", name, str(path))
+    cli("data", "make", "--out", name, path)
     assert tokens(name) == [97, 98, 256, 0xC3, 0xA9, 256]
     assert read_info(name).documents == 2
     path.write_text('{"content": "c"}\n')
-    ran(capsys, "make", "--out", name, "--force", "--text-field", "content", str(path))
+    cli("data", "make", "--out", name, "--force", "--text-field", "content", path)
     assert tokens(name) == [99, 256]
-    assert "fields: content" in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+    assert "fields: content" in cli("data", "make", "--out", f"{name}2", path, status=2)
     for line, rule in (("{", "line 1"), ('{"text": "\\ud800"}', "half of a character")):
         path.write_text(line)
-        assert rule in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+        assert rule in cli("data", "make", "--out", f"{name}2", path, status=2)
 
 
-def test_rows_of_parquet_are_documents(capsys, name, tmp_path, monkeypatch):
+def test_rows_of_parquet_are_documents(cli, name, tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pyarrow", None)
         path.touch()
-        assert "pip install pyarrow" in ran(capsys, "make", "--out", name, str(path), code=2)
+        assert "pip install pyarrow" in cli("data", "make", "--out", name, path, status=2)
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["ab", "c"], "id": [1, 2]}), path)
-    ran(capsys, "make", "--out", name, str(path))
+    cli("data", "make", "--out", name, path)
     assert tokens(name) == [97, 98, 256, 99, 256]
-    said = ran(capsys, "make", "--out", f"{name}2", "--text-field", "id", str(path), code=2)
+    said = cli("data", "make", "--out", f"{name}2", "--text-field", "id", path, status=2)
     assert "row 1 in" in said
     assert "has no text 'id'" in said
     path.write_bytes(b"no parquet")
-    assert "cannot be read" in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+    assert "cannot be read" in cli("data", "make", "--out", f"{name}2", path, status=2)
 
 
-def test_a_tokenizer_needs_its_package(capsys, name, text, monkeypatch):
+def test_a_tokenizer_needs_its_package(cli, name, text, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    said = ran(capsys, "make", "--out", name, "--tokenizer", "t.json", text, code=2)
+    said = cli("data", "make", "--out", name, "--tokenizer", "t.json", text, status=2)
     assert "pip install tokenizers" in said
 
 
@@ -179,14 +171,14 @@ def export_of(name: str, out: Path) -> None:
     weights._copy_tokenizer(SimpleNamespace(state=state), out, Stderr())  # pyrefly: ignore
 
 
-def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, monkeypatch):
+def test_a_tokenizer_file_makes_the_tokens(cli, capsys, name, tokenizer, tmp_path, monkeypatch):
     import tokenizers as package
 
     body = "the cat sat\n\non the mat.\n  \u00e9nd\n" * 300
     path = tmp_path / "cats.txt"
     path.write_text(body, encoding="utf-8")
     monkeypatch.setattr("fourfold.verbs.tokens.pieces.__defaults__", (100,))
-    ran(capsys, "make", "--out", name, "--tokenizer", tokenizer, str(path), str(path))
+    cli("data", "make", "--out", name, "--tokenizer", tokenizer, path, path)
     whole = package.Tokenizer.from_file(tokenizer)
     whole.no_truncation()
     one = [*whole.encode(body).ids, whole.token_to_id("<|endoftext|>")]
@@ -208,6 +200,6 @@ def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, mo
         ([str(path), "--vocab", "20"], "is below the 272"),
     ):
         made = ["make", "--out", f"{name}2", "--tokenizer", tokenizer, *words]
-        assert said in ran(capsys, *made, code=2)
-    wrong = ran(capsys, "make", "--out", f"{name}2", "--tokenizer", str(path), "x", code=2)
+        assert said in cli("data", *made, status=2)
+    wrong = cli("data", "make", "--out", f"{name}2", "--tokenizer", path, "x", status=2)
     assert "No such file" in wrong

@@ -24,6 +24,7 @@ from fourfold.result.profile import (
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
 from fourfold.verbs.calibrate import _plan, scene
+from tests.cli import Cli
 
 
 @pytest.fixture
@@ -99,12 +100,13 @@ def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_plan_takes_the_files_calibrate_writes(
-    profile: HardwareProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: HardwareProfile, tmp_path: Path, cli: Cli
 ) -> None:
     cluster = cluster_of(profile, 4)
     (tmp_path / "this.toml").write_text(codec.to_toml(cluster))
     (tmp_path / "this.json").write_text(calibration.to_json(calibration_of(profile, cluster)))
     words = ["plan", "--model", "llama-mini", "--seq-len", "128", "--global-batch", "16"]
     words += ["--precision", "fp32", "--cluster", str(tmp_path / "this.toml")]
-    assert main([*words, "--calibration", str(tmp_path / "this.json")]) == 0
-    assert "has kernels and links but no runs" in capsys.readouterr().out
+    assert "has kernels and links but no runs" in cli(
+        *words, "--calibration", tmp_path / "this.json"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fourfold.cli import main
 from fourfold.cost import exam
 from fourfold.cost.fit.calibration import shipped
 from fourfold.errors import UserError
+from tests.cli import Cli
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -36,12 +36,9 @@ def test_season_1_is_made_of_the_published_tables() -> None:
     assert len(season.ids) == 397
 
 
-def test_the_page_has_every_entrant_on_the_same_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_every_entrant_on_the_same_rows(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "season1"
-    assert main(["exam", str(folder), "--new", str(GOLDEN / "bloom.csv"), "--format", "json"]) == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone = cli.json("exam", folder, "--new", GOLDEN / "bloom.csv")
     assert len(alone["entrants"]) == 4
     (folder / "entrants" / "late.csv").write_text(
         "row_id,step_s\n"
@@ -53,8 +50,7 @@ def test_the_page_has_every_entrant_on_the_same_rows(
     card = 'name = "a late one"\nby = "me"\nversion = "1"\nhow = "guessed"\nsaw = "nothing"\n'
     (folder / "entrants" / "late.toml").write_text(card)
     page = tmp_path / "results.html"
-    assert main(["exam", str(folder), "--page", str(page), "--format", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json("exam", folder, "--page", page)
     rows = {one["common"]["rows"] for one in answer["entrants"]}
     assert rows == {answer["common"]}
     assert answer["common"] < alone["common"]

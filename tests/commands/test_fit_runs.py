@@ -15,6 +15,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.cli import Cli
 
 WORDS = ["--cluster", "mosaic-h100"]
 
@@ -70,12 +71,13 @@ def _predicted(calibration: Path, folder: Path) -> float:
     return json.loads(out.read_text())["ranked"][0]["step_s"]
 
 
-def test_failed_runs_teach_no_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_runs_teach_no_speed(tmp_path: Path, cli: Cli) -> None:
     crashed = replace(_report(1, 1.0), outcome="crashed")
     _store(tmp_path / "runs", [crashed])
     out = str(tmp_path / "out.json")
-    assert main(["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--out", out]) == 2
-    assert "contains no run" in capsys.readouterr().err
+    assert "contains no run" in cli(
+        "fit", "--runs", tmp_path / "runs", *WORDS, "--out", out, status=2
+    )
     assert not Path(out).exists()
 
 
@@ -104,12 +106,9 @@ def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
         ("flush=0.5", "does not name a coefficient; known: gemm,"),
     ],
 )
-def test_a_coefficient_to_keep_is_checked(
-    word: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_coefficient_to_keep_is_checked(word: str, rule: str, tmp_path: Path, cli: Cli) -> None:
     _store(tmp_path / "runs", [_report(1, 0.66)])
     out = tmp_path / "one.json"
     words = ["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--fix", word, "--out", str(out)]
-    assert main(words) == 2
-    assert f"--fix {word} {rule}" in capsys.readouterr().err
+    assert f"--fix {word} {rule}" in cli(*words, status=2)
     assert not out.exists()

@@ -5,92 +5,78 @@ Does `support` say of every engine and GPU what is known?
 
 from __future__ import annotations
 
-import json
 from math import ceil
 
 import pytest
 
 import fourfold
 from fourfold import SupportRequest
-from fourfold.cli import main
 from fourfold.cost.fit.calibration import PROVENANCES
 from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError
 
 
-def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main([*words, "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def _error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(list(words)) == 2
-    return capsys.readouterr().err
-
-
-def test_gpus_fill_dp(capsys) -> None:
-    answer = _json(capsys, "models", "gpt-181b", "--tp", "8", "--pp", "12", "--gpus", "384")
+def test_gpus_fill_dp(cli) -> None:
+    answer = cli.json("models", "gpt-181b", "--tp", "8", "--pp", "12", "--gpus", "384")
     assert answer["layout"] == "pp12 dp4 cp1 tp8"
     assert [row["rank"] for row in answer["stages"]] == list(range(0, 384, 32))
 
 
-def test_any_rank_with_an_odd_vocabulary(capsys) -> None:
+def test_any_rank_with_an_odd_vocabulary(cli) -> None:
     layout = ("--gpus", "16", "--tp", "8", "--pp", "2", "--sharding", "zero0")
     words = ("models", "gpt-3-175b", *layout)
-    first, last = (_json(capsys, *words, "--rank", rank)["stages"][0] for rank in ("0", "7"))
+    first, last = (cli.json(*words, "--rank", rank)["stages"][0] for rank in ("0", "7"))
     rows = ceil(50257 / 8)
     assert first["held"] - last["held"] == (rows - (50257 - 7 * rows)) * 12288
-    assert "from 0 to 15" in _error(capsys, *words, "--rank", "16")
+    assert "from 0 to 15" in cli(*words, "--rank", "16", status=2)
 
 
 @pytest.mark.parametrize("command", [["models", "mpt-7b"], ["flops", "--model", "mpt-7b"]])
-def test_axes_must_make_the_gpus(command, capsys) -> None:
+def test_axes_must_make_the_gpus(command, cli) -> None:
     words = [*command, "--seq-len", "64", "--gpus", "8"]
-    assert "needs 16 GPUs, but there are 8; omit dp and it becomes 2" in _error(
-        capsys, *words, "--tp", "4", "--dp", "4"
+    assert "needs 16 GPUs, but there are 8; omit dp and it becomes 2" in cli(
+        *words, "--tp", "4", "--dp", "4", status=2
     )
-    assert "is not divisible by" in _error(capsys, *words, "--tp", "3")
+    assert "is not divisible by" in cli(*words, "--tp", "3", status=2)
 
 
-def test_a_layout_needs_a_model(capsys) -> None:
-    assert "name is required" in _error(capsys, "models", "--tp", "2")
+def test_a_layout_needs_a_model(cli) -> None:
+    assert "name is required" in cli("models", "--tp", "2", status=2)
 
 
-def test_flops_of_a_spec_file(tmp_path, capsys) -> None:
+def test_flops_of_a_spec_file(tmp_path, cli) -> None:
     spec = tmp_path / "run.toml"
     spec.write_text('model = "mpt-7b"\ngpus = 8\n[batch]\nseq_len = 2048\nglobal_batch = 256\n')
     words = ("--step-s", str(256 * 2048 / 85144), "--gpu", "h100-80gb")
-    answer = _json(capsys, "flops", "--spec", str(spec), *words)
+    answer = cli.json("flops", "--spec", spec, *words)
     assert answer["conventions"]["mpt"]["mfu_pct"] == pytest.approx(46.44, abs=0.005)
-    assert "--seq-len is required" in _error(capsys, "flops", "--model", "mpt-7b")
-    assert "batch" in _error(capsys, "flops", "--model", "mpt-7b", "--set", "batch=3")
+    assert "--seq-len is required" in cli("flops", "--model", "mpt-7b", status=2)
+    assert "batch" in cli("flops", "--model", "mpt-7b", "--set", "batch=3", status=2)
 
 
-def test_dp_is_called_dp(capsys) -> None:
-    assert "--dp 0 must be from 1" in _error(capsys, "models", "mpt-7b", "--dp", "0")
+def test_dp_is_called_dp(cli) -> None:
+    assert "--dp 0 must be from 1" in cli("models", "mpt-7b", "--dp", "0", status=2)
 
 
-def test_a_broken_spec_file_is_named(tmp_path, capsys) -> None:
+def test_a_broken_spec_file_is_named(tmp_path, cli) -> None:
     (tmp_path / "run.toml").write_text("{")
-    assert f"error: {tmp_path}/run.toml is not TOML" in _error(
-        capsys, "flops", "--spec", f"{tmp_path}/run.toml"
+    assert f"error: {tmp_path}/run.toml is not TOML" in cli(
+        "flops", "--spec", f"{tmp_path}/run.toml", status=2
     )
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cluster"])
-def test_a_broken_hardware_file_is_named(kind, tmp_path, capsys) -> None:
+def test_a_broken_hardware_file_is_named(kind, tmp_path, cli) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("nme = 1\n")
     words = ["clusters", "--gpu", str(path)] if kind == "gpu" else ["clusters", str(path)]
-    assert f"error: unknown field nme in {path}" in _error(capsys, *words)
+    assert f"error: unknown field nme in {path}" in cli(*words, status=2)
 
 
-def test_flops_say_that_a_window_was_counted(capsys) -> None:
+def test_flops_say_that_a_window_was_counted(cli) -> None:
     words = ["flops", "--model", "mistral-7b-v0.1", "--seq-len"]
-    assert main([*words, "8192"]) == 0
-    assert "by its window of 4096 tokens" in capsys.readouterr().out
-    assert main([*words, "4096"]) == 0
-    assert "window" not in capsys.readouterr().out
+    assert "by its window of 4096 tokens" in cli(*words, "8192")
+    assert "window" not in cli(*words, "4096")
 
 
 def test_one_table_of_all_engines() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.result.record import Record
 from fourfold.show.runs import runs_page
@@ -21,10 +19,10 @@ from fourfold.tables.document import after
 from fourfold.tables.publish import STYLE_CONVENTION
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.runs import StoredRuns
+from tests.cli import Cli
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096",
-        "--global-batch", "64", "--stack", "megatron", "--top", "1",
-        "--format", "json"]  # fmt: skip
+        "--global-batch", "64", "--stack", "megatron", "--top", "1"]  # fmt: skip
 
 
 def test_one_default_convention() -> None:
@@ -35,22 +33,19 @@ def test_one_default_convention() -> None:
     assert STYLE_CONVENTION == {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
 
 
-def test_plan_counts_by_the_convention_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_by_the_convention_asked_for(cli: Cli) -> None:
     said = {}
     for words in ([], ["--convention", "causal"], ["--convention", "full-attention"]):
-        assert main([*PLAN, *words]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = cli.json(*PLAN, *words)
         said[found["flop_rule"]] = found["ranked"][0]["tflops_gpu"]
     assert list(said) == ["causal", "full-attention"]
     assert said["full-attention"] > 1.02 * said["causal"]
-    assert main([*PLAN, "--convention", "casual"]) == 2
-    assert "causal" in capsys.readouterr().err
+    assert "causal" in cli(*PLAN, "--convention", "casual", status=2)
 
 
-def test_memory_is_in_gib_under_both_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_in_gib_under_both_of_its_names(cli: Cli) -> None:
     for name in ("mem_gib", "mem_gb"):
-        assert main([*PLAN, "--where", f"{name} < 40"]) == 0
-        row = json.loads(capsys.readouterr().out)["ranked"][0]
+        row = cli.json(*PLAN, "--where", f"{name} < 40")["ranked"][0]
         assert row["peak_bytes"] < 40 * 2**30
         condition = parse(f"{name} == 3")
         assert condition.holds(in_gib(3 * 2**30))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.tables.styles import MPT
+from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -44,12 +44,9 @@ def store(tmp_path: Path) -> Path:
     return root
 
 
-def test_runs_are_listed_filtered_and_sorted(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_filtered_and_sorted(store: Path, cli: Cli) -> None:
     def listed(*words: str) -> dict:
-        assert main(["runs", "--runs", str(store), "--format", "json", *words]) == 0
-        return json.loads(capsys.readouterr().out)
+        return cli.json("runs", "--runs", store, *words)
 
     everything = listed()
     assert everything["total"] == 4
@@ -59,9 +56,8 @@ def test_runs_are_listed_filtered_and_sorted(
     assert listed("--where", "step_s > 0")["total"] == 3  # the failed one has none
     assert listed("--tag", "second", "--outcome", "oom")["runs"][0]["failure"].startswith("rank 2")
     assert [row["peak_bytes"] for row in listed("--sort", "peak_bytes")["runs"]][-1] == 4 * 10**7
-    assert main(["runs", "--runs", str(store), "--where", "colour == 1"]) == 2
-    assert main(["runs", "--runs", str(store)]) == 0
-    assert "4 runs in" in capsys.readouterr().out
+    cli("runs", "--runs", store, "--where", "colour == 1", status=2)
+    assert "4 runs in" in cli("runs", "--runs", store)
 
 
 def test_report_writes_both_files(store: Path, tmp_path: Path) -> None:
@@ -77,56 +73,45 @@ def test_report_writes_both_files(store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["mpt", "topology", "scaling"])
 @pytest.mark.parametrize("form", ["text", "md", "csv", "json"])
-def test_every_style_and_form(
-    store: Path, style: str, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_style_and_form(store: Path, style: str, form: str, cli: Cli) -> None:
     words = ["report", str(store), str(GOLDEN / "raw_samples.md"), "--style", style]
-    assert main([*words, "--format", form]) == 0
-    assert capsys.readouterr().out.strip()
+    assert cli(*words, "--format", form).strip()
 
 
-def test_report_as_json_keeps_every_row(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--runs", str(store), "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+def test_report_as_json_keeps_every_row(store: Path, cli: Cli) -> None:
+    rows = cli.json("report", "--runs", store)["rows"]
     assert [row["status"] for row in rows].count("oom") == 1
     assert all(row["tflops_gpu"] > 0 for row in rows if row["status"] == "ok")
 
 
-def test_only_earlier_results_are_replaced(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_earlier_results_are_replaced(tmp_path: Path, store: Path, cli: Cli) -> None:
     words = ["report", "--runs", str(store), "--out", str(tmp_path / "results")]
-    assert main(words) == 0
+    cli(*words)
     before = (tmp_path / "results.md").read_text()
-    assert main([*words, "--style", "mpt"]) == 0  # its own, in whatever style
+    cli(*words, "--style", "mpt")  # its own, in whatever style
     mine = "| my own table | kept by hand |\n"
     (tmp_path / "results.md").write_text(mine)
     csv_before = (tmp_path / "results.csv").read_text()
-    assert main(words) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in cli(*words, status=2)
     assert (tmp_path / "results.md").read_text() == mine
     assert (tmp_path / "results.csv").read_text() == csv_before  # both or none
-    assert main([*words, "--force"]) == 0
+    cli(*words, "--force")
     assert (tmp_path / "results.md").read_text() == before
 
 
-def test_one_run_is_shown_in_full(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_is_shown_in_full(store: Path, cli: Cli) -> None:
     bad = next(item for item in Store(store).runs() if item.summary.outcome == "oom")
     words = ["runs", "show", bad.name[:12], "--runs", str(store)]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    out = cli(*words)
     assert "out of memory: rank 2 (stage 0) in step" in out
-    assert main([*words, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["post_mortem"]["rank"] == 2
+    assert cli.json(*words)["post_mortem"]["rank"] == 2
     good = next(item for item in Store(store).runs() if item.summary.outcome == "ok")
-    assert main(["diff", good.name, bad.name, "--runs", str(store)]) == 0
-    assert "B out of memory: rank 2" in capsys.readouterr().out
-    assert main(["runs", "list", "--runs", str(store)]) == 2
-    assert main(["runs", "show", "zz", "--runs", str(store)]) == 2
+    assert "B out of memory: rank 2" in cli("diff", good.name, bad.name, "--runs", store)
+    cli("runs", "list", "--runs", store, status=2)
+    cli("runs", "show", "zz", "--runs", store, status=2)
 
 
-def test_no_results_is_a_bad_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--runs", str(tmp_path / "none")]) == 2
+def test_no_results_is_a_bad_request(tmp_path: Path, cli: Cli) -> None:
+    assert "is not a run store" in cli("report", "--runs", tmp_path / "none", status=2)
     (tmp_path / "empty").mkdir()
-    assert main(["report", "--runs", str(tmp_path / "empty")]) == 2
-    assert "is not a run store" in capsys.readouterr().err
+    cli("report", "--runs", tmp_path / "empty", status=2)

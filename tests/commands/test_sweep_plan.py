@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import sites
+from tests.cli import Cli
 
 QUESTION = [
     "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",
@@ -77,20 +77,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
 
 
 def test_the_top_of_the_plan_is_measured(
-    tmp_path: Path, profile: list[str], ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, profile: list[str], ran: list[RunSpec], cli: Cli
 ) -> None:
-    asked = [*QUESTION, *profile, "--format", "json"]
-    assert main(["plan", *asked, "--stack", "fourfold", "--top", "3"]) == 0
-    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    asked = [*QUESTION, *profile]
+    ranked = cli.json("plan", *asked, "--stack", "fourfold", "--top", "3")["ranked"]
     words = ["sweep", "--from-plan", "3", *asked, "--runs", str(tmp_path / "runs")]
     words += ["--set", "steps=4", "--set", "device=cpu"]
-    assert main([*words, "--dry-run"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = cli.json(*words, "--dry-run")
     assert ran == []
     assert [row["layout"] for row in planned["planned"]] == [row["layout"] for row in ranked]
     assert planned["predicted_s"] > sum(row["step_s"] for row in ranked)
-    assert main(words) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = cli.json(*words)
     assert data["total"] == data["ok"] == len(ran) == 3
     for spec, row, said in zip(ran, ranked, data["runs"], strict=True):
         assert (str(spec.layout), spec.batch.micro_batch) == (row["layout"], row["micro_batch"])
@@ -100,24 +97,19 @@ def test_the_top_of_the_plan_is_measured(
     assert {item.summary.predicted_by for item in stored} == {
         "plan on here-cpu, calibration profile of here"
     }
-    assert main(words) == 0  # resumed: nothing runs again, predictions stay
-    again = json.loads(capsys.readouterr().out)
+    again = cli.json(*words)  # resumed: nothing runs again, predictions stay
     assert len(ran) == 3
     assert all(row["resumed"] for row in again["runs"])
-    text = [*words[: words.index("--format")], "--runs", str(tmp_path / "runs")]
-    assert main([*text, "--set", "steps=4", "--set", "device=cpu"]) == 0
-    assert "predicted step time" in capsys.readouterr().out
+    assert "predicted step time" in cli(*words)
 
 
 def test_constraints_bind_the_plan(
-    tmp_path: Path, profile: list[str], ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, profile: list[str], ran: list[RunSpec], cli: Cli
 ) -> None:
     words = ["sweep", "--from-plan", "9", *QUESTION, *profile, "--runs", str(tmp_path / "runs")]
-    assert main([*words, "--tp", "2", "--micro-batch", "1", "--where", "pp == 1"]) == 0
+    cli(*words, "--tp", "2", "--micro-batch", "1", "--where", "pp == 1")
     assert {(spec.layout.tp, spec.layout.pp, spec.batch.micro_batch) for spec in ran} == {(2, 1, 1)}
-    capsys.readouterr()
-    assert main([*words, "--set", "memory_limit=1000"]) == 2
-    assert "found no legal layout that fits" in capsys.readouterr().err
+    assert "found no legal layout that fits" in cli(*words, "--set", "memory_limit=1000", status=2)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +126,7 @@ def test_bad_requests(words: list[str], profile: list[str], ran: list[RunSpec]) 
     assert ran == []
 
 
-def test_without_knowing_the_machine(
-    ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sweep", "--from-plan", "2", *QUESTION, "--set", "device=cpu"]) == 2
-    assert "calibrate" in capsys.readouterr().err
+def test_without_knowing_the_machine(ran: list[RunSpec], cli: Cli) -> None:
+    assert "calibrate" in cli(
+        "sweep", "--from-plan", "2", *QUESTION, "--set", "device=cpu", status=2
+    )

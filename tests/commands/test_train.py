@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -30,57 +29,56 @@ def words(text: str) -> list[str]:
 RUN = words("--model llama-tiny --gpus 1 --seq-len 16 --global-batch 4 --precision fp32")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["train", *words]) == 2
-    return capsys.readouterr().err
-
-
-def test_what_is_missing_is_named(capsys, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(cli, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    assert "--out is required" in refused(capsys, *RUN, "--steps", "3")
-    assert "--steps is required" in refused(capsys, *RUN, "--out", out)
-    assert "--model is required" in refused(capsys, "--steps", "3", "--gpus", "1", "--out", out)
+    assert "--out is required" in cli("train", *RUN, "--steps", "3", status=2)
+    assert "--steps is required" in cli("train", *RUN, "--out", out, status=2)
+    assert "--model is required" in cli(
+        "train", "--steps", "3", "--gpus", "1", "--out", out, status=2
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_settings_and_layouts_start_nothing(capsys, tmp_path: Path) -> None:
+def test_bad_settings_and_layouts_start_nothing(cli, tmp_path: Path) -> None:
     words = [*RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
-    assert "--lr 0.0 must be above 0" in refused(capsys, *words, "--lr", "0")
-    assert "unknown field --set train.beta3" in refused(capsys, *words, "--set", "train.beta3=0.9")
-    assert "--warmup-steps 4" in refused(capsys, *words, "--warmup-steps", "4")
-    assert "tp" in refused(capsys, *words, "--gpus", "3", "--tp", "3")
-    assert "--plot x.txt" in refused(capsys, *words, "--plot", "x.txt")
-    assert "batch.ramp.increment=3" in refused(capsys, *words, "--ramp", "2,3,8")
-    said = refused(capsys, *words, "--set", "batch.ramp=2,2,8")
+    assert "--lr 0.0 must be above 0" in cli("train", *words, "--lr", "0", status=2)
+    assert "unknown field --set train.beta3" in cli(
+        "train", *words, "--set", "train.beta3=0.9", status=2
+    )
+    assert "--warmup-steps 4" in cli("train", *words, "--warmup-steps", "4", status=2)
+    assert "tp" in cli("train", *words, "--gpus", "3", "--tp", "3", status=2)
+    assert "--plot x.txt" in cli("train", *words, "--plot", "x.txt", status=2)
+    assert "batch.ramp.increment=3" in cli("train", *words, "--ramp", "2,3,8", status=2)
+    said = cli("train", *words, "--set", "batch.ramp=2,2,8", status=2)
     assert '"batch.ramp={start=2,increment=2,samples=8}"' in said
     assert "--ramp 2,2,8" in said
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_used(capsys, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used(cli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = refused(capsys, *RUN, "--steps", "3", "--out", str(tmp_path / "file" / "out"))
+    said = cli("train", *RUN, "--steps", "3", "--out", tmp_path / "file" / "out", status=2)
     assert "cannot be used" in said
     folder = TrainingFolder(tmp_path / "out")
     with folder.locked():
-        said = refused(capsys, *RUN, "--steps", "3", "--out", str(tmp_path / "out"))
+        said = cli("train", *RUN, "--steps", "3", "--out", tmp_path / "out", status=2)
     assert "is in use by another training run (process " in said
-    assert "has no intact checkpoint" in refused(
-        capsys, *RUN, "--steps", "3", "--resume", "--out", str(tmp_path / "out")
+    assert "has no intact checkpoint" in cli(
+        "train", *RUN, "--steps", "3", "--resume", "--out", tmp_path / "out", status=2
     )
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_missing_package_is_said_first(capsys, monkeypatch, tmp_path, package) -> None:
+def test_a_missing_package_is_said_first(cli, monkeypatch, tmp_path, package) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     flag = ["--wandb", "project"] if package == "wandb" else ["--tensorboard"]
-    said = refused(capsys, *RUN, "--steps", "3", "--out", str(tmp_path), *flag)
+    said = cli("train", *RUN, "--steps", "3", "--out", tmp_path, *flag, status=2)
     assert f"needs the package {package}" in said
     assert f"pip install {package}" in said
 
 
-def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
-    assert "no train.toml" in refused(capsys, "--show", str(tmp_path))
+def test_show_reads_a_folder(cli, tmp_path: Path) -> None:
+    assert "no train.toml" in cli("train", "--show", tmp_path, status=2)
     folder = TrainingFolder(tmp_path)
     spec = RunSpec(
         model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16), policy=Policy(precision="fp32")
@@ -95,20 +93,18 @@ def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
     ]  # fmt: skip
     folder.metrics.write_text(curve.lines(points))
     picture = tmp_path / "loss.png"
-    assert main(["train", "--show", str(tmp_path), "--format", "json", "--plot", str(picture)]) == 0
-    plain = json.loads(capsys.readouterr().out)
+    plain = cli.json("train", "--show", tmp_path, "--plot", picture)
     assert plain["outcome"] == "not finished"
     assert (plain["steps_done"], plain["steps"], plain["tokens"]) == (40, 50, 2560)
     assert (plain["first_loss"], plain["best_step"]) == (4.9, 40)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (plain["mfu_pct"], plain["convention"]) == (40.0, "causal")
-    assert main(["train", "--show", str(tmp_path), "--convention", "6n"]) == 0
-    out = capsys.readouterr().out
+    out = cli("train", "--show", tmp_path, "--convention", "6n")
     assert "of 50" in out
     assert "by 6n" in out
     counted = {name: rule.count(asked(spec)).model for name, rule in CONVENTIONS.items()}
     assert f"{40.0 * counted['6n'] / counted['causal']:.2f} %" in out
-    assert "unknown convention" in refused(capsys, "--show", str(tmp_path), "--convention", "7n")
+    assert "unknown convention" in cli("train", "--show", tmp_path, "--convention", "7n", status=2)
 
 
 def asked(spec: RunSpec) -> FlopsQuery:
@@ -146,7 +142,7 @@ def point(step: int) -> curve.Point:
     )
 
 
-def test_fresh_gives_back_what_it_could_not_replace(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_fresh_gives_back_what_it_could_not_replace(cli, monkeypatch, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     checkpoint(folder, 5)
     described = folder.description.read_text()
@@ -160,7 +156,7 @@ def test_fresh_gives_back_what_it_could_not_replace(capsys, monkeypatch, tmp_pat
     monkeypatch.setattr(command, "run_job", fails)
     words = [*RUN, "--steps", "9", "--fresh", "--out", str(tmp_path)]
     for _ in range(2):
-        said = refused(capsys, *words)
+        said = cli("train", *words, status=2)
         assert "no such device" in said
         assert "is restored" in said
         found = folder.newest()
@@ -180,25 +176,25 @@ def test_fresh_forgets_the_old_with_the_first_new_checkpoint(tmp_path: Path) -> 
     assert [found.step for found in checkpoints.whole(folder.checkpoints)] == [2]
 
 
-def test_a_killed_fresh_is_undone_by_the_next_start(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_a_killed_fresh_is_undone_by_the_next_start(cli, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     checkpoint(folder, 5)
     folder.set_aside()
-    assert main(["train", "--out", str(tmp_path), "--steps", "5"]) == 0
-    assert "is restored" in capsys.readouterr().err
+    cli("train", "--out", tmp_path, "--steps", "5")
+    assert "is restored" in cli.err
 
 
-def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
+def test_torn_checkpoints_are_not_trained_over(cli, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     (checkpoint(folder, 5) / "__0_0.distcp").unlink()
-    said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
+    said = cli("train", *RUN, "--steps", "9", "--out", tmp_path, status=2)
     assert "has 1 checkpoint, none of them intact" in said
     assert "__0_0.distcp is missing" in said
     assert "--fresh" not in said
     assert len(curve.parse(folder.metrics).points) == 5
 
 
-def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_a_curve_without_a_checkpoint_is_kept(cli, monkeypatch, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     folder.metrics.write_text(curve.lines([point(1), point(2)]))
 
@@ -206,30 +202,30 @@ def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Pat
         raise UserError("no such device", field="device")
 
     monkeypatch.setattr(command, "run_job", fails)
-    said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
+    said = cli("train", *RUN, "--steps", "9", "--out", tmp_path, status=2)
     assert "starting over" in said
     assert len(curve.parse(tmp_path / "metrics.jsonl.old").points) == 2
     assert not folder.metrics.exists()
 
 
-def test_weights_are_for_a_beginning(capsys, tmp_path: Path) -> None:
+def test_weights_are_for_a_beginning(cli, tmp_path: Path) -> None:
     checkpoint(TrainingFolder(tmp_path), 5)
-    said = refused(capsys, "--steps", "9", "--weights", "elsewhere", "--out", str(tmp_path))
+    said = cli("train", "--steps", "9", "--weights", "elsewhere", "--out", tmp_path, status=2)
     assert "contradicts this folder, which is at step 5" in said
     assert "--fresh" in said
 
 
-def test_a_checkpoint_of_another_curve_is_refused(capsys, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_curve_is_refused(cli, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     checkpoint(folder, 5)
     folder.metrics.write_text(curve.lines([point(1), point(2)]))
-    said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
+    said = cli("train", "--steps", "9", "--out", tmp_path, status=2)
     assert "contradicts the loss curve: step 5, where the curve ends with step 2" in said
     assert "--fresh" not in said
     assert len(curve.parse(folder.metrics).points) == 2
 
 
-def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_unreadable_lines_are_set_aside_with_a_word(cli, monkeypatch, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     checkpoint(folder, 5)
     content = folder.metrics.read_bytes().replace(b"\n", b"\x0b", 1)
@@ -239,7 +235,7 @@ def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_pat
         raise UserError("no such device", field="device")
 
     monkeypatch.setattr(command, "run_job", fails)
-    said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
+    said = cli("train", "--steps", "9", "--out", tmp_path, status=2)
     assert "1 line of the curve can't be read, and kept in" in said
     assert [one.step for one in curve.parse(folder.metrics).points] == [3, 4, 5]
     aside = tmp_path / "metrics.jsonl.unreadable"

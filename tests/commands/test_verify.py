@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fourfold.cli import main
@@ -24,29 +22,26 @@ def specs(monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--global-batch", "--micro-batch"])
-def test_a_size_of_nothing_is_refused(specs, capsys, flag):
-    assert main(["verify", "--world", "2", flag, "0"]) == 2
-    assert f"{flag} 0 must be" in capsys.readouterr().err
+def test_a_size_of_nothing_is_refused(specs, cli, flag):
+    assert f"{flag} 0 must be" in cli("verify", "--world", "2", flag, "0", status=2)
     assert not specs
 
 
-def test_more_ranks_than_gpus_are_refused_before_any_starts(specs, capsys, monkeypatch):
+def test_more_ranks_than_gpus_are_refused_before_any_starts(specs, cli, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert main(["verify", "--world", "4", "--device", "cuda"]) == 2
-    said = capsys.readouterr().err
+    said = cli("verify", "--world", "4", "--device", "cuda", status=2)
     assert "this machine has 2" in said
     assert "2 ranks, or --share-gpu, or --device cpu" in said
     assert not specs
-    assert main(["verify", "--world", "2", "--device", "cuda", "--format", "json"]) == 0
+    cli("verify", "--world", "2", "--device", "cuda", "--format", "json")
     assert {spec.device for spec in specs} == {"cuda"}
 
 
 @pytest.mark.parametrize(
     "words", [("--precision", "bf16"), ("--set", "policy.precision=bf16")], ids=["flag", "set"]
 )
-def test_the_report_names_the_precision_that_ran(specs, capsys, words):
-    assert main(["verify", "--world", "2", "--format", "json", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["precision"] == "bf16-mixed"
+def test_the_report_names_the_precision_that_ran(specs, cli, words):
+    assert cli.json("verify", "--world", "2", *words)["precision"] == "bf16-mixed"
     assert {spec.policy.precision for spec in specs} == {"bf16-mixed"}
 
 

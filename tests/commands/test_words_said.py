@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.commands import sweep
 from fourfold.events import Event
 from fourfold.output import Stderr
@@ -20,29 +19,29 @@ from fourfold.verbs.calibrate import DemoRun
 ROOT = Path(__file__).parents[2]
 
 
-def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, capsys) -> None:
+def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, cli) -> None:
     words = ["bench", "--model", "llama-3.1-405b", "--gpus", "1", "--runs", str(tmp_path / "runs")]
-    assert main([*words, "--set", "device=cpu"]) == 2
-    said = capsys.readouterr().err
+    said = cli(*words, "--set", "device=cpu", status=2)
     assert "certainly does not fit: weights, gradients and moments of all ranks take" in said
     assert "--force runs it" in said
     assert not list(tmp_path.glob("runs/*/run.json"))
 
 
-def test_resume_of_nothing(tmp_path: Path, capsys) -> None:
-    assert main(["train", "--out", str(tmp_path / "nothing"), "--resume"]) == 2
-    assert "has no training to resume" in capsys.readouterr().err
+def test_resume_of_nothing(tmp_path: Path, cli) -> None:
+    assert "has no training to resume" in cli(
+        "train", "--out", tmp_path / "nothing", "--resume", status=2
+    )
     assert not (tmp_path / "nothing").exists()
 
 
-def test_report_names_what_it_does_not_read(tmp_path: Path, capsys) -> None:
+def test_report_names_what_it_does_not_read(tmp_path: Path, cli) -> None:
     file = tmp_path / "mine.csv"
     file.write_text(
         "model,gpus,tp,pp,dp,micro_batch_size,global_batch_size,sec_per_iter,lr,my note\n"
         "llama-3.1-8b,8,2,1,4,1,64,3.25,3e-4,x\n"
     )
-    assert main(["report", str(file)]) == 0
-    out, err = capsys.readouterr()
+    cli("report", file)
+    out, err = cli.out, cli.err
     assert "ignored columns: 'lr', 'my note'" in err
     assert "SEQLEN" not in out
     assert "3.250" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import fourfold
-from fourfold.cli import main
 from fourfold.commands.score import fold_tables
 from fourfold.cost.fit.accuracy import FoldScore, Score
 from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
@@ -26,6 +24,7 @@ from fourfold.cost.table.rows import Rows, parse
 from fourfold.events import OnEvent
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
+from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -95,7 +94,7 @@ def test_an_engine_measured_elsewhere_is_known_better_than_none() -> None:
 
 
 def test_score_folds_tells_kinds_and_sources(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Scores] = []
 
@@ -113,13 +112,11 @@ def test_score_folds_tells_kinds_and_sources(
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    assert main(["score", str(small), "--folds", "--format", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json("score", small, "--folds")
     assert {"layout", "source", "gpu", "abroad", "pp"} <= {one["left_out"] for one in said["folds"]}
     assert all(one["rows"] <= len(rows) for one in said["folds"])
     assert {one["how"] for one in said["scores"]} > {"as fitted", "layout", "abroad"}
-    assert main(["score", str(small), "--folds"]) == 0
-    page = capsys.readouterr().out
+    page = cli("score", small, "--folds")
     assert "left out  sources  rows" in page
     assert max(map(len, page.split("\n\n")[1].splitlines())) <= 100
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.cli import main
 from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
@@ -40,6 +39,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.cli import Cli
 
 SHIPPED = calibrations.shipped()
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -210,13 +210,12 @@ def test_runs_that_ran_are_not_refused(name: str) -> None:
     assert found.missed_pct != found.missed_pct or found.missed_pct < 5.0
 
 
-def test_score_and_predict_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["score", str(GOLDEN / "mpt.csv"), "--format", "csv"]) == 0
-    head, line = capsys.readouterr().out.splitlines()[:2]
+def test_score_and_predict_say_it(tmp_path: Path, cli: Cli) -> None:
+    head, line = cli("score", GOLDEN / "mpt.csv", "--format", "csv").splitlines()[:2]
     said = dict(zip(head.split(","), line.split(","), strict=True))
     assert (said["refused_pct"], said["missed_pct"]) == ("0.0", "")
     out = tmp_path / "said.csv"
-    assert main(["predict", str(GOLDEN / "par4d.csv"), "--out", str(out)]) == 0
+    cli("predict", GOLDEN / "par4d.csv", "--out", out)
     with out.open() as stream:
         rows = [(row["fits"], float(row["fit_chance"])) for row in csv.DictReader(stream)]
     assert {fits for fits, _ in rows} == {"0", "1"}

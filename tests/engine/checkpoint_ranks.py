@@ -7,9 +7,7 @@ layout; `policies` changes projections, copies of weights and AdamW; `quick` has
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of, state_shards
@@ -32,6 +29,7 @@ from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.engine.forked import on_ranks
 
 RANKS, SEQ_LEN = 4, 32
 CPU = torch.device("cpu")
@@ -237,30 +235,5 @@ def formats(folder: Path) -> dict[str, Any]:
     return said
 
 
-def rank_main(which: str, rank: int, store: str, folder: str) -> None:
-    compat.quiet()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    found = globals()[which](Path(folder))
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-
-
-def main(which: str) -> None:
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "saved").mkdir()
-        ranks = [
-            fork.Process(target=rank_main, args=(which, r, f"{folder}/store", f"{folder}/saved"))
-            for r in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(max(process.exitcode != 0 for process in ranks))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(on_ranks(RANKS, globals()[sys.argv[1]])[0]))

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fourfold.cost.count.params import stage_layers
-from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, make_tables, rotate
@@ -44,6 +40,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.engine.forked import on_ranks
 
 SEQ_LEN, SEQUENCES, RANKS = 32, 4, 2
 RULE = InitRule(vector_std=0.1)
@@ -260,28 +257,8 @@ class _Bound(nn.Module):
         return self.decoder(x, self.tables)
 
 
-def rank_main(which: str, rank: int, store: str, folder: str) -> None:
-    compat.quiet()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    gaps = {"tensor": tensor_plan, "pipeline": schedules, "compiled": compiled}[which]()
-    Path(folder, f"{rank}.json").write_text(json.dumps(gaps))
-
-
-def main(which: str) -> None:
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            fork.Process(target=rank_main, args=(which, r, f"{folder}/store", folder))
-            for r in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        found = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(RANKS)]
-    print(json.dumps({key: max(one.get(key, 0.0) for one in found) for key in found[-1]}))
-
+WHICH = {"tensor": tensor_plan, "pipeline": schedules, "compiled": compiled}
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    gaps = on_ranks(RANKS, lambda folder: WHICH[sys.argv[1]]())
+    print(json.dumps({key: max(one.get(key, 0.0) for one in gaps) for key in gaps[-1]}))

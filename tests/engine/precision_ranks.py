@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from fourfold.engine import compat
@@ -34,6 +30,7 @@ from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.engine.forked import on_ranks
 
 RANKS = 4
 ALL = "all" in sys.argv  # every case of each check, or few
@@ -252,32 +249,8 @@ CHECKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def rank_main(rank: int, folder: str, checks: list[str]) -> None:
-    compat.quiet()
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    found = {name: CHECKS[name]() for name in checks if name in CHECKS}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
-def main() -> None:
+if __name__ == "__main__":
     if "fp8" in sys.argv and importlib.util.find_spec("torchao"):
         importlib.import_module("torchao.float8")  # seconds: once, not in every rank
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            fork.Process(target=rank_main, args=(rank, folder, sys.argv[1:]))
-            for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit(1)
-        print(json.dumps([json.loads(Path(folder, f"{r}.json").read_text()) for r in range(RANKS)]))
-
-
-if __name__ == "__main__":
-    main()
+    asked = [name for name in sys.argv[1:] if name in CHECKS]
+    print(json.dumps(on_ranks(RANKS, lambda folder: {name: CHECKS[name]() for name in asked})))

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold.engine.checkpoint.background import ShardInfo, assign_writers
-from tests import warm
-
-HERE = Path(__file__).parent
+from tests.engine.forked import findings
 
 
 def ranks(which: str) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
-    done = warm.run(
-        [sys.executable, str(HERE / "checkpoint_ranks.py"), which],
-        env=environment, capture_output=True, text=True, check=False, timeout=590,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return findings("checkpoint_ranks.py", which)
 
 
 def test_state_moves_between_layouts_and_formats() -> None:

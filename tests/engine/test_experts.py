@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli import main
 from fourfold.engine.model import rows
 from fourfold.engine.model.experts import MoeMlp
 from fourfold.engine.verify.plain_experts import Guess, PlainExperts, RoutedStep
@@ -62,27 +60,24 @@ def test_experts_compute_their_formulas(name: str, capacity: float, dtype: torch
         assert (have - want).abs().max() <= limit * want.abs().max()
 
 
-def test_a_run_tells_its_load_and_its_place(tmp_path: Path, capsys) -> None:
+def test_a_run_tells_its_load_and_its_place(tmp_path: Path, cli) -> None:
     """Forced routing gives every expert as many tokens; ep is part of a stored run's layout."""
     words = (
         "bench --model mixtral-tiny --gpus 2 --ep 2 --seq-len 16 --global-batch 4 --micro-batch 2 "
         "--precision fp32 --steps 1 --warmup 1 --routing forced --set device=cpu --set settle=false"
     )
-    assert main([*words.split(), "--runs", str(tmp_path), "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = cli.json(*words.split(), "--runs", tmp_path)
     assert [load["layer"] for load in told["experts"]] == [0, 1, 2, 3]
     assert all(load["largest"] == 1.0 and load["spread"] == 0.0 for load in told["experts"])
     assert told["routing"] == "forced"
     style = ("--style", "topology", "--format", "csv")
-    assert main(["report", "--runs", str(tmp_path), *style]) == 0
-    (cells,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    (cells,) = csv.DictReader(io.StringIO(cli("report", "--runs", tmp_path, *style)))
     assert (cells["EP"], cells["Experts"]) == ("2", "8")
 
 
-def test_routing_and_exchange_are_steps_of_a_trace(capsys) -> None:
-    words = "trace layer --model deepseek-tiny --tokens 32 --dp 2 --ep 2 --format json"
-    assert main(words.split()) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_routing_and_exchange_are_steps_of_a_trace(cli) -> None:
+    words = "trace layer --model deepseek-tiny --tokens 32 --dp 2 --ep 2"
+    told = cli.json(*words.split())
     names = [step["name"] for step in told["steps"]]
     for name in ("route", "rows to experts", "experts up", "experts down", "rows back"):
         assert any(step.startswith(name) for step in names), names

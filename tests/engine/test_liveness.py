@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,8 +36,7 @@ def children(pid: int) -> list[int]:
 def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     out = tmp_path / "out"
     process = warm.Popen(
-        [sys.executable, "-m", "fourfold", "train", "--out", str(out), *RUN],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        warm.command("train", "--out", str(out), *RUN),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +10,12 @@ import torch
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy, running
-from tests import warm
-
-HERE = Path(__file__).parent
+from tests.engine.forked import findings
 
 
 def looked(*checks: str) -> list[dict]:
     """What each of four ranks saw, by check."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
-    done = warm.run(
-        [sys.executable, str(HERE / "precision_ranks.py"), *checks],
-        env=environment, capture_output=True, text=True, check=False, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return findings("precision_ranks.py", *checks)
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])

@@ -87,18 +87,17 @@ def test_ranks_that_share_take_turns_on_the_gpus(monkeypatch):
     assert found == [0, 1, 0, 1, 0]
 
 
-def test_a_gpu_is_shared_only_where_that_is_asked_for(monkeypatch, capsys):
+def test_a_gpu_is_shared_only_where_that_is_asked_for(monkeypatch, cli):
     monkeypatch.setattr(permit, "gpu_count", lambda: 1)
     words = ["verify", "--world", "4", "--device", "cuda"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
+    said = cli(*words, status=2)
     assert "needs 4 GPUs, one per rank" in said
     assert "--share-gpu" in said
     monkeypatch.setattr(permit, "gpu_count", lambda: 0)
-    assert main([*words, "--share-gpu"]) == 2
-    assert "needs a GPU, but this machine has 0" in capsys.readouterr().err
-    assert main(["verify", "--world", "4", "--share-gpu"]) == 2
-    assert "--share-gpu needs --device cuda" in capsys.readouterr().err
+    assert "needs a GPU, but this machine has 0" in cli(*words, "--share-gpu", status=2)
+    assert "--share-gpu needs --device cuda" in cli(
+        "verify", "--world", "4", "--share-gpu", status=2
+    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,11 +51,9 @@ def _nothing_outlives_a_test() -> Iterator[None]:
 
 
 def start(out: Path, *words: str, limit: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     process = warm.Popen(
-        [sys.executable, "-m", "fourfold", "train", "--out", str(out), *words],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=limit,
+        warm.command("train", "--out", str(out), *words),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit,
     )  # fmt: skip
     STARTED.append(process)
     return process
@@ -128,9 +125,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     content = bytearray(data.read_bytes())
     content[chunks[3]["start"] + 5] ^= 1
     data.write_bytes(content)
-    export = [sys.executable, "-m", "fourfold", "weights", "export", str(out), str(tmp_path / "hf")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = warm.run(export, env=environment, capture_output=True, text=True, check=False)
+    export = warm.command("weights", "export", str(out), str(tmp_path / "hf"))
+    done = warm.run(export, capture_output=True, text=True)
     assert done.returncode == 1
     assert "has changed since it was written" in done.stderr
     assert "Traceback" not in done.stderr

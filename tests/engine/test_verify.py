@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +12,10 @@ import pytest
 from fourfold.spec import catalog, codec
 from tests import warm
 
-SOURCE = Path(__file__).parents[2] / "src"
-
 
 def verify(*words: str, rc: int = 0) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    done = warm.run(
-        [sys.executable, "-m", "fourfold", "verify", *words, "--format", "json"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = warm.command("verify", *words, "--format", "json")
+    done = warm.run(command, capture_output=True, text=True)
     assert done.returncode == rc, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout)
 

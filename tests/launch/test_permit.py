@@ -84,7 +84,7 @@ def test_the_gate_is_where_processes_start(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
-def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, cli) -> None:
     """A resume has the variable in train.toml, and needs the flag again."""
     seen: list[tuple[Job, Permit]] = []
 
@@ -97,21 +97,19 @@ def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, capsys) -
     words = ["train", "--model", "llama-tiny", "--gpus", "1", "--steps", "2", "--seq-len", "32"]
     words += ["--out", str(tmp_path / "out")]
     flag = ["--env", "NCCL_TOPO_FILE=/etc/topo.xml", "--env", "NCCL_DEBUG=WARN"]
-    assert main([*words, *flag]) == 130
+    cli(*words, *flag, status=130)
     (job, _) = seen.pop()
     assert dict(job.specs[0].policy.env) == {
         "NCCL_TOPO_FILE": "/etc/topo.xml", "NCCL_DEBUG": "WARN",
     }  # fmt: skip
     assert worker_env(job, 0)["NCCL_TOPO_FILE"] == "/etc/topo.xml"
     resume = ["train", "--out", str(tmp_path / "out")]
-    assert main(resume) == 2
-    assert "policy.env.NCCL_TOPO_FILE=/etc/topo.xml" in capsys.readouterr().err
-    assert main([*resume, "--env", "NCCL_TOPO_FILE=/tmp/other.xml"]) == 130
+    assert "policy.env.NCCL_TOPO_FILE=/etc/topo.xml" in cli(*resume, status=2)
+    cli(*resume, "--env", "NCCL_TOPO_FILE=/tmp/other.xml", status=130)
     assert ("NCCL_TOPO_FILE", "/tmp/other.xml") in seen.pop()[0].specs[0].policy.env
-    assert main([*resume, *flag]) == 130
-    assert main([*resume, "--set", "policy.env={}"]) == 130  # without any
+    cli(*resume, *flag, status=130)
+    cli(*resume, "--set", "policy.env={}", status=130)  # without any
     assert seen.pop()[0].specs[0].policy.env == ()
-    capsys.readouterr()
 
 
 def test_our_own_source_comes_first(monkeypatch) -> None:

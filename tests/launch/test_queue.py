@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.batch_script import EXIT_FILE, BatchJob
 from fourfold.launch.local import JobError
@@ -28,6 +27,7 @@ from fourfold.verbs.engines import EngineTemplate
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest
 from fourfold.verbs.sites import TemplateRuns, left_to, submission, work_folder
+from tests.cli import Cli
 
 COMMANDS = {
     "sbatch": 'number=$(($(ls {jobs} | wc -l) + 101)); echo PENDING >{jobs}/$number; echo $number',
@@ -174,14 +174,14 @@ def test_an_error_of_the_command_loses_no_answer(tmp_path: Path, slurm: StandIn)
 
 @pytest.mark.parametrize("flag", ["--out", "--cluster-out", "--calibration-out"])
 def test_a_calibration_is_not_submitted_where_its_file_cannot_be_written(
-    tmp_path: Path, slurm: StandIn, flag: str, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, slurm: StandIn, flag: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for path in ("file/deeper/mine", "."):
-        assert main(["calibrate", "--on", "slurm", "--detach", flag, path, "--force"]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert "cannot be written" in cli(
+            "calibrate", "--on", "slurm", "--detach", flag, path, "--force", status=2
+        )
     assert slurm.states() == {}
 
 
@@ -293,15 +293,12 @@ def test_a_script_that_is_being_written_is_not_cleared_away(
 
 
 def test_the_script_of_a_submitted_training_is_printed(
-    tmp_path: Path, slurm: StandIn, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, slurm: StandIn, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "32", "--steps", "2"]
     words += ["--global-batch", "4", "--out", "trained", "--on", "slurm", "--set", "device=cpu"]
-    assert main([*words, "--detach"]) == 0
+    cli(*words, "--detach")
     script = (tmp_path / "trained" / "job" / "slurm.sh").read_text()
-    capsys.readouterr()
-    assert main([*words, "--print-launch"]) == 0
-    assert capsys.readouterr().out.strip() == script.strip()
+    assert cli(*words, "--print-launch").strip() == script.strip()
     assert slurm.states() == {"101": "PENDING"}

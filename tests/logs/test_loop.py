@@ -7,14 +7,13 @@ One run that several nodes tell of is one row, whoever of them prints what.
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
 import fourfold
-from fourfold.cli import main
 from fourfold.verbs.collect import Collected
+from tests.cli import Cli
 from tests.logs import written
 from tests.logs.test_readers import BLOOM
 
@@ -51,16 +50,13 @@ def test_twelve_collected_runs_improve_the_prediction_of_later_ones(tmp_path: Pa
     assert after["median_pct"] < 0.8 * before["median_pct"]
 
 
-def test_a_plan_is_compared_with_the_best_measured_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_compared_with_the_best_measured_run(tmp_path: Path, cli: Cli) -> None:
     first = _collected("first", tmp_path / "mine.csv")
     words = (
         "plan --model gpt-181b --cluster jean-zay --gpus 384 --seq-len 2048 --global-batch 2048"
         f" --precision fp16 --stack megatron-deepspeed --top 1 --measured {first}"
     ).split()
-    assert main([*words, "--format", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json(*words)
     with open(first, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["n_layers"] == "72"]
     assert len(rows) == 2
@@ -72,24 +68,21 @@ def test_a_plan_is_compared_with_the_best_measured_run(
     assert measured["row"] == best
     assert measured["tokens_s_gpu"] == pytest.approx(speeds[best])
     gain = 100 * (answer["ranked"][0]["tokens_s_gpu"] / speeds[best] - 1)
-    assert main(words) == 0
-    said = capsys.readouterr().out
+    said = cli(*words)
     assert f"best measured run, {best} of {first}: " in said
     assert f"#1 is predicted {abs(gain):.1f}% {'faster' if gain > 0 else 'slower'} (80%: " in said
     words[words.index("2048")] = "1024"
-    assert main(words) == 0
-    assert "has no measured run of this model at this sequence" in capsys.readouterr().out
+    assert "has no measured run of this model at this sequence" in cli(*words)
 
 
-def test_how_a_name_was_read_is_said_of_answers_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_a_name_was_read_is_said_of_answers_only(cli: Cli) -> None:
     asked = "--model gpt-3-175b --gpu h100 --gpus 64 --global-batch 64 --stack"
     words = ["plan", *asked.split(), "megatron"]
-    assert main([*words, "--seq-len", "2048", "--top", "1"]) == 0
-    said = capsys.readouterr().err
+    cli(*words, "--seq-len", "2048", "--top", "1")
+    said = cli.err
     assert "read as: gpu h100 = h100-80gb" in said
     assert "read as: stack megatron = " in said
-    assert main([*words, "--seq-len", "8192"]) == 2
-    assert capsys.readouterr().err.startswith("error: --seq-len 8192 exceeds ")
+    assert cli(*words, "--seq-len", "8192", status=2).startswith("error: --seq-len 8192 exceeds ")
 
 
 def collected(folder: Path, *logs: str) -> Collected:

@@ -292,16 +292,15 @@ def test_styles_have_their_columns(page_file, store, tmp_path) -> None:
         assert len(json.loads(data)["tables"]) == (1 if style == "scaling" else 0)
 
 
-def test_another_file_is_not_replaced_and_a_page_is(store, tmp_path, capsys) -> None:
+def test_another_file_is_not_replaced_and_a_page_is(store, tmp_path, cli) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("<p>by hand</p>")
-    assert cli.main(["report", "--runs", str(store.root), "--html", str(mine)]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in cli("report", "--runs", store.root, "--html", mine, status=2)
     assert mine.read_text() == "<p>by hand</p>"
     for _ in range(2):
         written(store.root, tmp_path / "again.html")
-    assert cli.main(["report", "--runs", str(store.root), "--html", "x.txt"]) == 2
-    assert cli.main(["report", "--runs", str(store.root), "--open"]) == 2
+    cli("report", "--runs", store.root, "--html", "x.txt", status=2)
+    cli("report", "--runs", store.root, "--open", status=2)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -32,14 +31,9 @@ def kernels(gpu: str = "a100-80gb", attention: str = "flash") -> advise.Kernels:
     return advise.Kernels(catalog.device(gpu), "bf16-mixed", entry.coefficients, attention)
 
 
-def asked(capsys, *words: str) -> dict:
-    assert main(["advise", *words, "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_14400_is_sent_to_14336_with_the_gain_the_tables_show(capsys) -> None:
+def test_14400_is_sent_to_14336_with_the_gain_the_tables_show(cli) -> None:
     """BLOOM notes: hidden 14400 costs 1.2 to 1.3 times as much per FLOP as 14336."""
-    said = asked(capsys, "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14400")
+    said = cli.json("advise", "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14400")
     assert said["hidden"]["better"]["value"] == 14336
     assert 1.15 <= said["hidden"]["better"]["gain"] <= 1.35
     assert said["hidden"]["notes"] == [
@@ -47,14 +41,14 @@ def test_14400_is_sent_to_14336_with_the_gain_the_tables_show(capsys) -> None:
     ]
     alignment = {one["name"]: one["alignment_loss_pct"] for one in said["hidden"]["gemms"]}
     assert alignment["attention in"] > alignment["mlp in"] > 0
-    back = asked(capsys, "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14336")
+    back = cli.json("advise", "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14336")
     assert back["hidden"]["better"] is None or back["hidden"]["better"]["gain"] < 1.06
 
 
-def test_experts_are_judged_by_their_rows_and_tiles(capsys) -> None:
+def test_experts_are_judged_by_their_rows_and_tiles(cli) -> None:
     words = ("--gpu", "h100-80gb", "--hidden", "4096", "--experts", "96", "--expert-ffn", "1400")
     words += ("--top-k", "4", "--seq-len", "4096")
-    said = asked(capsys, *words, "--ep", "8")
+    said = cli.json("advise", *words, "--ep", "8")
     width, count = said["expert_ffn"], said["experts"]
     assert (width["notes"], count["asked"]) == (
         ["120 columns of the last tile of 128 are used"],
@@ -67,28 +61,32 @@ def test_experts_are_judged_by_their_rows_and_tiles(capsys) -> None:
         assert row["top_k"] * row["expert_ffn"] == 4 * 1400
     rates = [row["tflops_gpu"] for row in count["table"]]
     assert rates == sorted(rates, reverse=True)  # wider ones lose less to sorting rows
-    alone = asked(capsys, *words)
+    alone = cli.json("advise", *words)
     rows = [one["micro_batch"]["table"][0]["rows"] for one in (alone, said)]
     assert rows == [171, 1365]  # 4096 x 4 / 96, and of eight ranks
     assert alone["micro_batch"]["tflops_gpu"] < said["micro_batch"]["tflops_gpu"]
-    model = asked(capsys, "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b")
+    model = cli.json("advise", "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b")
     assert (model["experts"]["asked"], model["expert_ffn"]["asked"]) == (128, 768)
     head = model["heads"]
     assert head["head_size"] == 128  # its own, not hidden / heads
     assert {row["value"] * row["head_size"] for row in head["table"]} == {4096}
-    latent = asked(capsys, "--gpu", "h100-80gb", "--model", "deepseek-v3")["heads"]
+    latent = cli.json("advise", "--gpu", "h100-80gb", "--model", "deepseek-v3")["heads"]
     assert latent["head_size"] == 192
     for wrong in (words[:6], (*words[:8], "--top-k", "97"), (*words[:4], "--ep", "2")):
         assert main(["advise", *wrong]) == 2
 
 
 @pytest.mark.parametrize("tp", ["1", "8"])
-def test_128_heads_on_13824_are_slow(capsys, tp: str) -> None:
-    said = asked(capsys, "--gpu", "a100-80gb", "--tp", tp, "--hidden", "13824", "--heads", "128")
+def test_128_heads_on_13824_are_slow(cli, tp: str) -> None:
+    said = cli.json(
+        "advise", "--gpu", "a100-80gb", "--tp", tp, "--hidden", "13824", "--heads", "128"
+    )
     assert said["heads"]["verdict"] == "slow"
     assert said["heads"]["head_size"] == 108
     assert said["heads"]["better"]["value"] != 128
-    fine = asked(capsys, "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14336", "--heads", "112")
+    fine = cli.json(
+        "advise", "--gpu", "a100-80gb", "--tp", "8", "--hidden", "14336", "--heads", "112"
+    )
     assert fine["heads"]["verdict"] == "fine"
 
 
@@ -143,10 +141,10 @@ def test_shapes_of_a_budget_come_near_it_and_are_legal_for_tp() -> None:
     assert all(model.gated and model.heads % model.kv_heads == 0 for model in small)
 
 
-def test_shapes_are_compared_by_days(capsys) -> None:
+def test_shapes_are_compared_by_days(cli) -> None:
     words = ["--gpu", "h100-80gb", "--max-nodes", "1", "--params", "3e9", "--tokens", "1e11"]
     words += ["--model", "llama-3.2-3b", "--tp", "1", "--global-batch", "64"]
-    said = asked(capsys, *words)
+    said = cli.json("advise", *words)
     days = [row["days"] for row in said["shapes"]]
     assert days == sorted(days)
     assert len(days) > 3
@@ -155,7 +153,7 @@ def test_shapes_are_compared_by_days(capsys) -> None:
     assert first["days"] == pytest.approx(first["step_s"] * steps / 86400)
 
 
-def test_text_md_and_csv(capsys) -> None:
+def test_text_md_and_csv(cli) -> None:
     words = [
         "advise",
         "--gpu",
@@ -167,13 +165,11 @@ def test_text_md_and_csv(capsys) -> None:
         "--vocab",
         "50257",
     ]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = cli(*words)
     assert "hidden 4096" in text
     assert "in the output layer" in text
     for style in ("md", "csv"):
-        assert main([*words, "--format", style]) == 0
-        assert "50304" in capsys.readouterr().out
+        assert "50304" in cli(*words, "--format", style)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +191,5 @@ def test_text_md_and_csv(capsys) -> None:
         (["--gpu", "a100-80gb", "--params", "7", "--tokens", "1e9"], "from 1e6"),
     ],
 )
-def test_bad_requests(words: list[str], says: str, capsys) -> None:
-    assert main(["advise", *words]) == 2
-    assert says in capsys.readouterr().err
+def test_bad_requests(words: list[str], says: str, cli) -> None:
+    assert says in cli("advise", *words, status=2)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from fourfold.cli import main
 from fourfold.cost.columns import Columns
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import columns_of
@@ -22,6 +20,7 @@ from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.cli import Cli
 from tests.search.test_plan import ask
 
 POLICIES = [
@@ -123,13 +122,14 @@ def test_a_compute_format_is_priced_as_its_bundle() -> None:
     assert fp8.step_s < 0.95 * bf16.step_s
 
 
-def test_explain_names_the_recompute_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_recompute_that_was_asked(cli: Cli) -> None:
     argv = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "32",
             "--seq-len", "8192", "--global-batch", "32", "--stack", "generic",
             "--explain", "pp1 dp4 tp8"]  # fmt: skip
     for kind in ("none", "every-3", "full"):
-        assert main([*argv, "--recompute", kind]) == 1
-        assert f"recompute {kind} its fullest rank" in " ".join(capsys.readouterr().out.split())
+        assert f"recompute {kind} its fullest rank" in " ".join(
+            cli(*argv, "--recompute", kind, status=1).split()
+        )
 
 
 def test_no_explained_layout_is_ahead_of_the_best() -> None:
@@ -169,15 +169,12 @@ def test_explained_places_are_distinct_layouts() -> None:
     assert ranking.place(mine) == 1
 
 
-def test_zero_bubble_with_virtual_stages_from_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_zero_bubble_with_virtual_stages_from_the_command_line(cli: Cli) -> None:
     argv = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
             "8192", "--global-batch", "64", "--stack", "fourfold", "--micro-batch", "1",
             "--pp", "4", "--tp", "2", "--dp", "2", "--schedule", "zero-bubble",
-            "--virtual-stages", "2", "--explore", "--format", "json"]  # fmt: skip
-    assert main([*argv, "--sharding", "zero1", "--recompute", "full"]) == 0
-    row = json.loads(capsys.readouterr().out)["ranked"][0]
+            "--virtual-stages", "2", "--explore"]  # fmt: skip
+    row = cli.json(*argv, "--sharding", "zero1", "--recompute", "full")["ranked"][0]
     policy = Policy(schedule="zero-bubble", virtual_stages=2, recompute="full", sharding="zero1")
     batch = Batch(seq_len=8192, global_batch=64, micro_batch=1)
     spec = RunSpec(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import fourfold
-from fourfold.cli import main
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.power import IDLE_W, mean_power_w
 from fourfold.cost.step.estimate import estimate
@@ -121,10 +120,8 @@ def test_shares_are_read_as_people_write_them() -> None:
         (["--tokens", "1B", "--price", "2"], "30,518 steps take .* GPU-hours, .*cost "),
     ],
 )
-def test_each_question_has_a_page(words, says, capsys) -> None:
-    assert main([*WORDS, *words]) == 0
-    assert re.search(says, " ".join(capsys.readouterr().out.split()))
+def test_each_question_has_a_page(words, says, cli) -> None:
+    assert re.search(says, " ".join(cli(*WORDS, *words).split()))
     if "--price" in words:
         return
-    assert main([*WORDS, *words, "--format", "csv"]) == 0
-    assert "step_s" in capsys.readouterr().out.splitlines()[0]
+    assert "step_s" in cli(*WORDS, *words, "--format", "csv").splitlines()[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from dataclasses import replace
@@ -283,13 +282,12 @@ def test_a_longer_list_has_the_same_first_choice(gpus: int) -> None:
     assert len({str((ranking.layout(0), ranking.policy(0))) for ranking in lists}) == 1
 
 
-def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(capsys) -> None:
+def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(cli) -> None:
     words = [
         "plan", "--model", "llama-3.1-70b", "--gpu", "a100-80gb", "--gpus", "256", "--seq-len",
         "8192", "--global-batch", "512", "--stack", "megatron",
     ]  # fmt: skip
-    assert main([*words, "--format", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json(*words)
     first, *others = said["ranked"]
     assert first["fit_chance"] >= SURE
     assert first["runs_in"][0] == "Megatron"
@@ -297,8 +295,7 @@ def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(capsys) -> None:
         assert (row["step_s"] < first["step_s"]) == ("less time, may not fit" in row["note"])
     sure = [row["step_s"] for row in said["ranked"] if row["fit_chance"] >= SURE]
     assert sure == sorted(sure)
-    assert main([*words, "--risk", "50%", "--format", "json"]) == 0
-    bold = json.loads(capsys.readouterr().out)["ranked"][0]
+    bold = cli.json(*words, "--risk", "50%")["ranked"][0]
     assert bold["step_s"] < first["step_s"]
     assert 0.5 <= bold["fit_chance"] < SURE
 
@@ -487,10 +484,9 @@ PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16",
         "--seq-len", "4096", "--global-batch", "64"]  # fmt: skip
 
 
-def test_command_json_has_the_promised_fields(capsys) -> None:
+def test_command_json_has_the_promised_fields(cli) -> None:
     words = ["--top", "4", "--tokens", "1e12", "--lost", "0", "--stack", "megatron"]
-    assert main([*PLAN, *words, "--format", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json(*PLAN, *words)
     assert said["candidates"] == said["legal"] + sum(said["refused"].values())
     assert len(said["ranked"]) == 4
     first = said["ranked"][0]
@@ -503,11 +499,9 @@ def test_command_json_has_the_promised_fields(capsys) -> None:
     assert sum(first["memory_bytes"].values()) == pytest.approx(first["peak_bytes"])
 
 
-def test_command_text_begins_with_the_answer(capsys) -> None:
-    assert main([*PLAN, "--format", "json"]) == 0
-    first = json.loads(capsys.readouterr().out)["ranked"][0]
-    assert main(PLAN) == 0
-    sentence, _, rest = capsys.readouterr().out.partition("\n\n")
+def test_command_text_begins_with_the_answer(cli) -> None:
+    first = cli.json(*PLAN)["ranked"][0]
+    sentence, _, rest = cli(*PLAN).partition("\n\n")
     assert "\n" not in sentence
     for words in (first["layout"], f"micro batch {first['micro_batch']}", "s per step (80%: ",
                   f"{first['tflops_gpu']:.0f} TFLOP/s and {first['mfu_pct']:.1f}% MFU", "80 GiB",
@@ -535,22 +529,19 @@ def test_command_table_is_at_most_100_wide(words: list[str], capsys) -> None:
     assert max(map(len, table.splitlines())) <= 100
 
 
-def test_details_say_what_makes_it_believable(capsys) -> None:
-    assert main([*PLAN, "--details"]) == 0
-    text = capsys.readouterr().out
+def test_details_say_what_makes_it_believable(cli) -> None:
+    text = cli(*PLAN, "--details")
     for words in ("evidence for #1", "runs that would decide",
                   "searched", "rejected:", "80% interval", "not ranked", "compute s"):  # fmt: skip
         assert words in text
-    assert main([*PLAN, "--format", "md"]) == 0
-    assert "pp1 dp" in capsys.readouterr().out
+    assert "pp1 dp" in cli(*PLAN, "--format", "md")
 
 
-def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
-    assert main([*PLAN, "--stack", "megatron", "--format", "json"]) == 0
-    first = json.loads(capsys.readouterr().out)["ranked"][0]
+def test_command_exports_the_first_choice(cli, tmp_path) -> None:
+    first = cli.json(*PLAN, "--stack", "megatron")["ranked"][0]
     out = tmp_path / "settings"
-    assert main([*PLAN, "--export", "megatron", "--out", str(out)]) == 0  # implies --stack megatron
-    told = capsys.readouterr().err
+    cli(*PLAN, "--export", "megatron", "--out", out)  # implies --stack megatron
+    told = cli.err
     words = (out / "engine.args").read_text().split()
     assert words[words.index("--micro-batch-size") + 1] == str(first["micro_batch"])
     script = (out / "run.sh").read_text()
@@ -559,26 +550,25 @@ def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
     assert fits in script
     assert fits in told
     assert os.access(out / "run.sh", os.X_OK)
-    assert (
-        main([*PLAN, "--export", "megatron", "--out", str(out)]) == 2
-    )  # somebody may have edited it
-    assert "use --force" in capsys.readouterr().err
-    assert main([*PLAN, "--export", "megatron", "--out", str(out), "--force"]) == 0
+    # Somebody may have edited it.
+    assert "use --force" in cli(*PLAN, "--export", "megatron", "--out", out, status=2)
+    cli(*PLAN, "--export", "megatron", "--out", out, "--force")
 
 
-def test_export_and_stack_must_agree(capsys) -> None:
-    assert main([*PLAN, "--export", "megatron", "--stack", "torchtitan"]) == 2
-    assert "contradicts --export megatron" in capsys.readouterr().err
-    assert main([*PLAN, "--export", "nanotron"]) == 2  # rope of Llama 3.1, before any search
-    assert "model.positions='theta 500000, scaled'" in capsys.readouterr().err
+def test_export_and_stack_must_agree(cli) -> None:
+    assert "contradicts --export megatron" in cli(
+        *PLAN, "--export", "megatron", "--stack", "torchtitan", status=2
+    )
+    # Rope of Llama 3.1, before any search.
+    assert "model.positions='theta 500000, scaled'" in cli(*PLAN, "--export", "nanotron", status=2)
     llama2 = [word if word != "llama-3.1-8b" else "llama-2-7b" for word in PLAN]
-    assert main([*llama2, "--export", "nanotron", "--recompute", "full"]) == 2
-    assert "--recompute full is not supported by nanotron; use none" in capsys.readouterr().err
-    assert main([*llama2, "--export", "nanotron"]) == 0
-    assert "nanotron 0.4" in capsys.readouterr().out
+    assert "--recompute full is not supported by nanotron; use none" in cli(
+        *llama2, "--export", "nanotron", "--recompute", "full", status=2
+    )
+    assert "nanotron 0.4" in cli(*llama2, "--export", "nanotron")
 
 
-def test_a_stack_without_a_year_is_the_release_that_is_exported(capsys) -> None:
+def test_a_stack_without_a_year_is_the_release_that_is_exported(cli) -> None:
     for engine, says in (
         ("nanotron", "model.positions='theta 500000, scaled'"),
         ("torchtitan", "model.family=gpt"),
@@ -588,11 +578,11 @@ def test_a_stack_without_a_year_is_the_release_that_is_exported(capsys) -> None:
         argv = [word if word != "llama-3.1-8b" else model for word in PLAN]
         argv[argv.index("--seq-len") + 1] = "2048"
         for flag in ("--stack", "--export"):
-            assert main([*argv, flag, engine]) == 2
-            assert says in capsys.readouterr().err
-    assert main([*PLAN, "--stack", "nanotron-2025"]) == 0  # the measured engine runs it
-    assert main([*PLAN, "--stack", "torchtitan", "--precision", "fp4"]) == 2
-    assert "precision fp4 is not supported by torchtitan" in capsys.readouterr().err
+            assert says in cli(*argv, flag, engine, status=2)
+    cli(*PLAN, "--stack", "nanotron-2025")  # the measured engine runs it
+    assert "precision fp4 is not supported by torchtitan" in cli(
+        *PLAN, "--stack", "torchtitan", "--precision", "fp4", status=2
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -629,25 +619,21 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
         assert export.write(release, one)
 
 
-def test_explain_says_what_is_approximated(capsys) -> None:
+def test_explain_says_what_is_approximated(cli) -> None:
     argv = [word if word != "llama-3.1-8b" else "gemma-2-2b" for word in PLAN]
     for layout in ("tp2 dp8", "tp1 dp16"):
-        assert main([*argv, "--explain", layout]) == 0
-        assert "approximated: " in capsys.readouterr().out
-    assert main([*PLAN, "--explain", "tp2 dp8"]) == 0
-    assert "approximated" not in capsys.readouterr().out
+        assert "approximated: " in cli(*argv, "--explain", layout)
+    assert "approximated" not in cli(*PLAN, "--explain", "tp2 dp8")
 
 
-def test_safe_ranks_what_surely_fits(capsys) -> None:
+def test_safe_ranks_what_surely_fits(cli) -> None:
     words = (
         "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 64 --seq-len 8192"
-        " --global-batch 128 --stack megatron --format json"
+        " --global-batch 128 --stack megatron"
     )
     ask = words.split()
-    assert main(ask) == 0
-    assert any(row["fit_chance"] < 0.9 for row in json.loads(capsys.readouterr().out)["ranked"])
-    assert main([*ask, "--safe"]) == 0
-    rows = json.loads(capsys.readouterr().out)["ranked"]
+    assert any(row["fit_chance"] < 0.9 for row in cli.json(*ask)["ranked"])
+    rows = cli.json(*ask, "--safe")["ranked"]
     assert rows
     assert all(row["fit_chance"] >= 0.9 for row in rows)
 
@@ -726,19 +712,17 @@ def test_missing_words_are_named() -> None:
             args.run(args, print)
 
 
-def test_csv_is_one_rectangle_with_a_column_for_every_axis(capsys) -> None:
+def test_csv_is_one_rectangle_with_a_column_for_every_axis(cli) -> None:
     import csv
     import io
 
     told = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
             "4096", "--global-batch", "64", "--top", "4", "--sharding", "hsdp"]  # fmt: skip
-    assert main([*told, "--format", "csv"]) == 0
-    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    rows = list(csv.reader(io.StringIO(cli(*told, "--format", "csv"))))
     headings = rows[0]
     assert len(set(headings)) == len(headings)
     assert all(len(row) == len(headings) for row in rows)
-    assert main([*told, "--format", "json"]) == 0
-    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    ranked = cli.json(*told)["ranked"]
     for row, said in zip(rows[1:], ranked, strict=True):
         cell = dict(zip(headings, row, strict=True))
         layout = Layout.parse(said["layout"])
@@ -750,14 +734,11 @@ def test_csv_is_one_rectangle_with_a_column_for_every_axis(capsys) -> None:
         assert float(cell["fit_chance"]) == said["fit_chance"]
 
 
-def test_text_keeps_to_the_columns(capsys, monkeypatch) -> None:
+def test_text_keeps_to_the_columns(cli, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    assert main(PLAN) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli(*PLAN).splitlines()
     assert max(map(len, lines)) <= 110
     assert "compute s" not in "\n".join(lines)
-    assert main([*PLAN, "--details"]) == 0
-    assert "compute s" in capsys.readouterr().out
+    assert "compute s" in cli(*PLAN, "--details")
     monkeypatch.delenv("COLUMNS")
-    assert main(PLAN) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) > 110
+    assert max(map(len, cli(*PLAN).splitlines())) > 110

@@ -20,6 +20,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import expand, read_sweep
 from fourfold.units import bytes_per_s_from, count_from, size_from
+from tests.cli import Cli
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "8k", "--global-batch", "64", "--top", "1"]
 LETTERS = {"k": 3, "M": 6, "B": 9, "T": 12}
@@ -261,13 +262,11 @@ def test_plan_refuses_in_words(
     assert said in err
 
 
-def test_plan_lists_stacks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--stack", "list", "--format", "json"]) == 0
-    rows = {row["stack"]: row for row in json.loads(capsys.readouterr().out)}
+def test_plan_lists_stacks(cli: Cli) -> None:
+    rows = {row["stack"]: row for row in cli.json("plan", "--stack", "list")}
     assert rows["megatron"]["stands_for"] == "megatron-bridge-2026"
     assert "meta-h100" in rows["torchtitan"]["measured"]
-    assert main(["plan", "--stack", "list", "--cluster", "jean-zay"]) == 0
-    out = capsys.readouterr().out
+    out = cli("plan", "--stack", "list", "--cluster", "jean-zay")
     assert "megatron-deepspeed-2022" in out
     # What --cluster takes is told from what it does not.
     assert "jean-zay (" in out
@@ -289,9 +288,7 @@ def test_spec_files_take_words(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "gpus 1k = 1,024" in err
 
 
-def test_more_than_the_peak_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_than_the_peak_is_doubted(cli: Cli) -> None:
     told = ["flops", "--model", "mpt-7b", "--seq-len", "2k", "--gpu", "h100-80gb", "--gpus", "8"]
-    assert main([*told, "--tokens-per-s", "8.5M"]) == 0
-    assert "is more than the GPU can do" in capsys.readouterr().out
-    assert main([*told, "--tokens-per-s", "85144"]) == 0
-    assert "can do" not in capsys.readouterr().out
+    assert "is more than the GPU can do" in cli(*told, "--tokens-per-s", "8.5M")
+    assert "can do" not in cli(*told, "--tokens-per-s", "85144")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import fourfold
-from fourfold.cli import main
 from fourfold.errors import UserError
 from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
@@ -147,24 +146,21 @@ def test_steps_without_marks_and_a_rank_that_is_slower(tmp_path: Path) -> None:
     assert "straggler: rank 2" in [cause.name for cause in several.causes]
 
 
-def test_the_command_prints_a_screen_keeps_a_row_and_writes_a_page(tmp_path, capsys) -> None:
+def test_the_command_prints_a_screen_keeps_a_row_and_writes_a_page(tmp_path, cli) -> None:
     path, html = tmp_path / "trace.json", tmp_path / "page.html"
     path.write_text(json.dumps(simulated.slower(SHAPE, loader_s=0.05)))
     words = ["diagnose", str(path), "--html", str(html), "--runs", str(tmp_path / "runs")]
-    assert main([*words, "--what-if", "loader=0", "--fix", "all", "--settings"]) == 0
-    text = capsys.readouterr().out
+    text = cli(*words, "--what-if", "loader=0", "--fix", "all", "--settings")
     assert max(len(line) for line in text.splitlines() if "stored in" not in line) <= 100
     assert "1. data loader: " in text
     assert "what if loader=0: " in text
     written = html.read_text()
     assert "data loader" in written
     assert "<script" not in written
-    assert main(["runs", "--runs", str(tmp_path / "runs"), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-    assert main(["diagnose", str(path), "--format", "json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
+    assert cli.json("runs", "--runs", tmp_path / "runs")
+    plain = cli.json("diagnose", path)
     assert plain["causes"][0]["name"] == "data loader"
-    assert main(["diagnose", str(path), "--what-if", "nonsense=1"]) == 2
+    cli("diagnose", path, "--what-if", "nonsense=1", status=2)
 
 
 def test_parts_are_told_apart_in_every_row(tmp_path: Path) -> None:
