@@ -9,12 +9,12 @@ import pytest
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
 from fourfold.cost.trace.steps import Ask, Kind, generic_cluster
 from fourfold.cost.trace.walk import PROGRAMS, walk
-from fourfold.launch.local import count_layer, run_job, run_layer
+from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import TraceMeasure
 from fourfold.spec import catalog, codec
 from fourfold.spec.layout import Layout
-from fourfold.verbs.trace import Traced
+from fourfold.verbs.trace import Traced, count_layer, run_layer
 
 WORLD = Layout(tp=2, shard=2)
 

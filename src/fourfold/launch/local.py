@@ -20,7 +20,7 @@ from fourfold.errors import MachineError, UserError
 from fourfold.launch.command import stop_signals
 from fourfold.launch.folder import End, exclusive, job_folder, job_report, scratch, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
-from fourfold.launch.permit import Permit, gpu_count
+from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_ranks import SlurmRanks
@@ -32,13 +32,11 @@ from fourfold.result.job import (
     STOP_FILE,
     Job,
     JobReport,
-    Limits,
     answer_file,
     facts_file,
 )
 from fourfold.result.report import Failure
-from fourfold.result.trace import LayerTrace, TraceMeasure
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import codec
 
 Progress = Callable[[str], None]
 _DUMP_S = 3.0  # after a hang, ranks dump their stacks
@@ -187,52 +185,6 @@ def _watch(job: Job, ranks: Started, progress: Progress | None) -> End:
 
 
 T = TypeVar("T")
-_LIMITS = Limits(start_s=300.0, step_s=300.0)
-# One process per rank: more than this starves any host of memory and cores.
-MAX_LOCAL_RANKS = 32
-
-
-def local_device(wanted: str, ranks: int) -> str:
-    """What steps run on here, one process per rank: GPUs where there are enough."""
-    rule = f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}"
-    hint = "omit --run to compute any number of ranks"
-    check.that(ranks <= MAX_LOCAL_RANKS, "ranks", ranks, rule, hint)
-    gpus = gpu_count() if wanted != "cpu" else 0
-    rule = f"needs as many GPUs, but this host has {gpus}"
-    check.that(wanted != "cuda" or gpus >= ranks, "ranks", ranks, rule, "use --device cpu")
-    return "cuda" if gpus >= ranks else "cpu"
-
-
-def count_layer(
-    spec: RunSpec, rank: int, progress: Progress | None = None
-) -> tuple[LayerTrace, LayerTrace]:
-    """A rank's layer as it is, and with other sizes; tensors have shapes but no memory."""
-    options = (("count", str(rank)),)
-    job = Job(job="trace", specs=(spec,), ranks=1, options=options, limits=_LIMITS)
-    trace, stretched = answers(job, LayerTrace, (0, 1), progress)
-    return trace, stretched
-
-
-def run_layer(
-    spec: RunSpec, payload_bytes: tuple[int, int], device: str, progress: Progress | None = None
-) -> TraceMeasure:
-    """Forward and backward by all ranks on this host; what they send is checked."""
-    options = (
-        ("device", device),
-        ("kind", "layer"),
-        ("payload_bytes", ",".join(map(str, payload_bytes))),
-    )
-    job = Job(job="trace", specs=(spec,), ranks=spec.gpus, options=options, limits=_LIMITS)
-    return answers(job, TraceMeasure, (None,), progress)[0]
-
-
-def run_list(
-    kind: str, ask: str, ranks: int, device: str, progress: Progress | None = None
-) -> TraceMeasure:
-    """A list of steps by all ranks on this host; `ask` is what the list was made for, as JSON."""
-    options = (("ask", ask), ("device", device), ("kind", kind))
-    job = Job(job="trace", ranks=ranks, options=options, limits=_LIMITS)
-    return answers(job, TraceMeasure, (None,), progress)[0]
 
 
 def answers(

@@ -3,9 +3,9 @@ run beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fourfold.cost.trace.advice import KindAdvice, advise
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
@@ -20,13 +20,19 @@ from fourfold.cost.trace.steps import (
 from fourfold.cost.trace.walk import PROGRAMS, StepRow, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.local import count_layer, local_device, run_layer, run_list
-from fourfold.result.trace import StepMeasure, TraceMeasure
+from fourfold.launch.local import answers
+from fourfold.launch.permit import gpu_count
+from fourfold.result.job import Job, Limits
+from fourfold.result.trace import LayerTrace, StepMeasure, TraceMeasure
 from fourfold.search.legal import require_legal
 from fourfold.spec import Cluster, Layout, ModelShape, Policy, RunSpec, catalog, check, codec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import TraceRequest
+
+_LIMITS = Limits(start_s=300.0, step_s=300.0)
+# One process per rank: more than this starves any host of memory and cores.
+MAX_LOCAL_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,55 +140,78 @@ def _step(row: StepRow) -> dict[str, Any]:
     return plain | {"comm_bytes": row.comm_bytes, "comm": sent}
 
 
-class _Steps(NamedTuple):
-    """`rows` takes the bytes of the matrix library's workspace, `measure` a device."""
-
-    program: Program
-    cluster: Cluster
-    rows: Callable[[int], Sequence[StepRow]]
-    measure: Callable[[str], TraceMeasure]
-    advice: KindAdvice | None = None
-
-
 def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
-    runs = request.run_steps
-    device = local_device(request.device, _layout(request).world) if runs else ""
-    check.that(not runs or not request.rank, "rank", request.rank, "must be 0 with --run")
-    steps = (_layer if request.kind == "layer" else _list)(request, on_event)
-    measured = steps.measure(device) if runs else None
-    from_ledger = measured is not None and measured.peaks_from == "ledger"
-    rows = steps.rows(0 if from_ledger else WORKSPACE_BYTES)
-    return Traced(steps.program, steps.cluster, rows, measured, steps.advice)
+    return (_layer if request.kind == "layer" else _list)(request, on_event)
 
 
-def _list(request: TraceRequest, on_event: OnEvent) -> _Steps:
-    ask = _ask(request)
+def _list(request: TraceRequest, on_event: OnEvent) -> Traced:
+    device, ask = _device(request), _ask(request)
     program = PROGRAMS[request.kind](ask)
     cluster = _cluster(request.cluster, program.ranks)
-    text = codec.to_json(ask)
-    return _Steps(
-        program,
-        cluster,
-        lambda workspace: walk(program, cluster, workspace_bytes=workspace),
-        lambda device: run_list(request.kind, text, program.ranks, device, progress(on_event)),
-        None if request.run_steps else _advice(ask, request, cluster),
-    )
+    asked = {"ask": codec.to_json(ask), "kind": request.kind}
+    measured = run_steps(program.ranks, device, on_event, **asked) if device else None
+    rows = walk(program, cluster, workspace_bytes=_workspace(measured))
+    advice = None if device else _advice(ask, request, cluster)
+    return Traced(program, cluster, rows, measured, advice)
 
 
-def _layer(request: TraceRequest, on_event: OnEvent) -> _Steps:
+def _layer(request: TraceRequest, on_event: OnEvent) -> Traced:
     """A layer of a model, counted by a dry run of one rank."""
-    spec = _layer_spec(request)
+    device, spec = _device(request), _layer_spec(request)
     require_legal(spec)
     cluster = _cluster(request.cluster, spec.gpus)
-    counts = count_layer(spec, request.rank, progress(on_event))
+    counts = count_layer(spec, request.rank, on_event)
     program = layer_program(spec, request.rank, counts[0])
-    sent = payload_bytes(counts[0])
-    return _Steps(
-        program,
-        cluster,
-        lambda workspace: layer_rows(program, spec, counts, cluster, workspace_bytes=workspace),
-        lambda device: run_layer(spec, sent, device, progress(on_event)),
-    )
+    measured = run_layer(spec, payload_bytes(counts[0]), device, on_event) if device else None
+    rows = layer_rows(program, spec, counts, cluster, workspace_bytes=_workspace(measured))
+    return Traced(program, cluster, rows, measured)
+
+
+def _workspace(measured: TraceMeasure | None) -> int:
+    """Of the matrix library, in what is computed beside what was measured."""
+    return 0 if measured is not None and measured.peaks_from == "ledger" else WORKSPACE_BYTES
+
+
+def _device(request: TraceRequest) -> str:
+    """What steps run on here, one process per rank: GPUs where there are enough; '': none run."""
+    if not request.run_steps:
+        return ""
+    ranks = _layout(request).world
+    rule = f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}"
+    hint = "omit --run to compute any number of ranks"
+    check.that(ranks <= MAX_LOCAL_RANKS, "ranks", ranks, rule, hint)
+    gpus = gpu_count() if request.device != "cpu" else 0
+    rule, enough = f"needs as many GPUs, but this host has {gpus}", gpus >= ranks
+    check.that(request.device != "cuda" or enough, "ranks", ranks, rule, "use --device cpu")
+    check.that(not request.rank, "rank", request.rank, "must be 0 with --run")
+    return "cuda" if enough else "cpu"
+
+
+def count_layer(
+    spec: RunSpec, rank: int, on_event: OnEvent = ignore
+) -> tuple[LayerTrace, LayerTrace]:
+    """A rank's layer as it is, and with other sizes; tensors have shapes but no memory."""
+    options = (("count", str(rank)),)
+    job = Job(job="trace", specs=(spec,), ranks=1, options=options, limits=_LIMITS)
+    trace, stretched = answers(job, LayerTrace, (0, 1), progress(on_event))
+    return trace, stretched
+
+
+def run_layer(
+    spec: RunSpec, payload_bytes: tuple[int, int], device: str, on_event: OnEvent = ignore
+) -> TraceMeasure:
+    """Forward and backward by all ranks on this host; what they send is checked."""
+    asked = {"kind": "layer", "payload_bytes": ",".join(map(str, payload_bytes))}
+    return run_steps(spec.gpus, device, on_event, (spec,), **asked)
+
+
+def run_steps(
+    ranks: int, device: str, on_event: OnEvent, specs: tuple[RunSpec, ...] = (), **asked: str
+) -> TraceMeasure:
+    """By all ranks on this host: a list, or a layer of the spec."""
+    options = tuple(sorted({"device": device, **asked}.items()))
+    job = Job(job="trace", specs=specs, ranks=ranks, options=options, limits=_LIMITS)
+    return answers(job, TraceMeasure, (None,), progress(on_event))[0]
 
 
 def _advice(ask: Ask, request: TraceRequest, cluster: Cluster) -> KindAdvice | None:
@@ -265,10 +294,7 @@ def _given_sizes(
 def _cluster(name: str | None, ranks: int) -> Cluster:
     if name is None:
         return generic_cluster(ranks)
-    cluster = catalog.cluster(name, ranks)
-    rule, hint = (
-        f"is too small for {counted(ranks, 'rank')}",
-        "use fewer ranks, or a larger cluster",
-    )
+    cluster, hint = catalog.cluster(name, ranks), "use fewer ranks, or a larger cluster"
+    rule = f"is too small for {counted(ranks, 'rank')}"
     check.that(ranks <= cluster.gpus, "cluster", f"{name} of {cluster.gpus}", rule, hint)
     return cluster
