@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -45,6 +46,15 @@ class UserError(ValueError):
     def __str__(self) -> str:
         text = sentence(self.rule, field=self.field, value=self.value, source=self.source)
         return f"{text}; {self.hint}" if self.hint else text
+
+
+@contextlib.contextmanager
+def inside(source: object) -> Iterator[None]:
+    """What is wrong with a value that is read here stands in the file `source`."""
+    try:
+        yield
+    except UserError as error:
+        raise error.inside(source) from None
 
 
 class MachineError(UserError):

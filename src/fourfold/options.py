@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.escape import FORMATS
 from fourfold.flag import Option
 from fourfold.spec import Batch, Layout, Policy, RunSpec, check, codec, words
@@ -140,10 +140,8 @@ def run_table(
     table: dict[str, Any] = dict(known or {})
     if getattr(args, "spec", None):
         text = files.read_text(args.spec, field="spec")
-        try:
+        with inside(args.spec):
             table = codec.parse_toml(text)
-        except UserError as error:
-            raise error.inside(args.spec) from None
     if getattr(args, "model", None):
         table["model"] = args.model
     for path, one in _run_fields(extra):

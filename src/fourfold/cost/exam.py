@@ -30,7 +30,7 @@ from fourfold.cost.fit.validate import others_of
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import SCHEMA, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.escape import csv_text
 from fourfold.spec import check, codec
 
@@ -50,10 +50,8 @@ class Card:
 
 
 def read_card(path: Path) -> Card:
-    try:
+    with inside(path):
         return codec.decode(Card, codec.parse_toml(files.read_text(path, field="card")))
-    except UserError as error:
-        raise error.inside(str(path)) from None
 
 
 def read_submission(path: str | Path, ids: list[str]) -> RowPredictions:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fourfold import files
-from fourfold.errors import UserError, nearest
+from fourfold.errors import UserError, inside, nearest
 from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster, Device, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
@@ -137,7 +137,7 @@ def _model_file(path: str) -> ModelShape:
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
     text = files.read_text(path, field="model")
-    try:
+    with inside(path):
         if path.endswith(".toml"):
             return codec.from_toml(ModelShape, text)
         data = codec.parse_json(text)
@@ -148,8 +148,6 @@ def _model_file(path: str) -> ModelShape:
         folder, name = os.path.split(os.path.abspath(path))
         name = os.path.basename(folder if name == "config.json" else os.path.splitext(name)[0])
         return shape_from_config(data, name=name or "custom")
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 def device_names() -> tuple[str, ...]:
@@ -221,10 +219,8 @@ def profile_text(name: str) -> str:
 
 def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:
     text = files.read_text(path, field=field)
-    try:
+    with inside(path):
         return build(codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text))
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 def cluster_from(data: Any) -> Cluster:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fourfold import files
-from fourfold.errors import UserError, nearest
+from fourfold.errors import UserError, inside, nearest
 from fourfold.escape import toml_text
 from fourfold.spec import catalog, check, codec
 
@@ -177,8 +177,6 @@ def read_site(name: str) -> Site | None:
         hint = f"pass local, slurm or a site file, or write {path}"
         raise UserError("unknown site", field="on", value=name, hint=hint)
     text = files.read_text(path, field="on")
-    try:
+    with inside(path):
         site = codec.from_toml(Site, text)
-    except UserError as error:
-        raise error.inside(path) from None
     return replace(site, name=os.path.basename(path).removesuffix(".toml"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.spec import check, codec
 
 TokenDtype = Literal["uint16", "uint32"]
@@ -82,10 +82,8 @@ def read_info(name: str | Path) -> TokenInfo:
         rule = f"has no {side.name} beside its tokens" if tokens.exists() else "does not exist"
         hint = f"create it with 'fourfold data make --out {name} FILE...'"
         raise UserError(rule, field="data", value=str(name), hint=hint)
-    try:
+    with inside(side):
         info = codec.from_json(TokenInfo, files.read_text(side, field="data"))
-    except UserError as error:
-        raise error.inside(side) from None
     size = _size(tokens)
     if size != info.size_bytes:
         rule = f"has {size:,} bytes instead of the {info.size_bytes:,} in its .json file"

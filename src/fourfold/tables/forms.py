@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fourfold import door, escape, files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.show.table import aligned
 from fourfold.spec import codec
 from fourfold.tables.document import Document, Table, TableRow, Text, from_plain, to_plain
@@ -39,10 +39,8 @@ def read_file(path: str | Path) -> Document:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
         if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
             raise
-    try:
+    with inside(path):
         return parse(text, form)
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 def parse(text: str, form: str) -> Document:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.logs import tables
@@ -188,10 +188,8 @@ def _nccl(log: str) -> FileRead | None:
 def _mapping(path: str | None) -> ColumnMap | None:
     if path is None:
         return None
-    try:
+    with inside(path):
         return read_mapping(files.read_text(path, field="map"))
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 def _given(request: CollectRequest) -> dict[str, str]:
@@ -211,7 +209,7 @@ def _side(path: str | None) -> list[tuple[str, dict[str, str]]]:
     """(pattern of file names, fields): those at the top of the file hold for all."""
     if path is None:
         return []
-    try:
+    with inside(path):
         data = codec.parse_toml(files.read_text(path, field="fields"))
         tables = {name: value for name, value in data.items() if isinstance(value, dict)}
         plain = {name: value for name, value in data.items() if name not in tables}
@@ -219,8 +217,6 @@ def _side(path: str | None) -> list[tuple[str, dict[str, str]]]:
             (pattern, {require_column(n, field=n): text_of(v) for n, v in table.items()})
             for pattern, table in (("*", plain), *tables.items())
         ]
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 # --- files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.cost.stacks import RELEASES
-from fourfold.errors import UserError, nearest
+from fourfold.errors import UserError, inside, nearest
 from fourfold.launch.permit import gpu_count
 from fourfold.logs.book import READERS
 from fourfold.search import export as exports
@@ -72,11 +72,9 @@ def engine_template(name: str) -> EngineTemplate:
         hint = f"{nearest(name, catalog.engine_names())}, or pass the path of a template"
         raise UserError("unknown engine", field="engine", value=name, hint=hint)
     path = name if is_file else str(_DATA / f"{name}.toml")
-    try:
+    with inside(path):
         data = codec.parse_toml(files.read_text(path, field="engine"))
         return codec.decode(EngineTemplate, {"name": Path(path).stem.lower(), **data})
-    except UserError as error:
-        raise error.inside(path) from None
 
 
 # --- one run

@@ -15,7 +15,7 @@ from fourfold import files
 from fourfold.cost.count import params
 from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.trainer import Trainer
-from fourfold.errors import UserError, install
+from fourfold.errors import UserError, inside, install
 from fourfold.spec import check, codec
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import MODULES, Spot, is_buffer, spot_of
@@ -161,13 +161,11 @@ def safetensors() -> Any:
 
 def _config(folder: Path) -> dict[str, Any]:
     text = files.read_text(folder / CONFIG, field="weights")
-    try:
+    with inside(folder / CONFIG):
         config = codec.parse_json(text)
         if not isinstance(config, dict):
             raise UserError("is not a JSON object")
-    except UserError as error:
-        raise error.inside(folder / CONFIG) from None
-    return config
+        return config
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.escape import one_line
 from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
@@ -228,10 +228,8 @@ def _finished(place: Path) -> RunReport | None:
             continue
         is_run = kind is RunReport
         plain = run_file.read_run(place / name)[0] if is_run else read_stored(place / name)
-        try:
+        with inside(place / name):
             loaded = codec.load(kind, plain)
-        except UserError as error:
-            raise error.inside(place / name) from None
         report = loaded if isinstance(loaded, RunReport) else next(iter(loaded.runs), None)
         if report is not None and report.outcome != "cancelled":
             return dataclasses.replace(report, predicted=report.predicted or _predicted(place))
