@@ -38,10 +38,7 @@ def submitted(answer: Any) -> Output:
     """What a command answers when it leaves its job to a scheduler, or prints a batch script."""
     if answer.scripts:
         return Output(raw="\n".join(answer.scripts))
-    jobs = table(
-        answer.jobs,
-        *named("Slurm job=slurm_job", "folder"),
-    )
+    jobs = table(answer.jobs, *named("Slurm job=slurm_job", "folder"))
     follow = "The same command without --detach follows them and has the answer."
     waiting = [f"{answer.waiting} when these have run."] if answer.waiting else []
     return Output.of(answer, lambda: [jobs, "", *waiting, follow])

@@ -18,7 +18,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.page.document import asset, grid_html, still_document
-from fourfold.show.table import Column, Grid, Part, or_dash, render, table
+from fourfold.show.table import Grid, Part, named, or_dash, render, table
 from fourfold.spec import check
 from fourfold.verbs.exam import ExamRequest
 
@@ -49,18 +49,13 @@ def run(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: exam_parts(answer))
 
 
-# Heading -> field of a score, digits.
-_NUMBERS = {
-    "median %": ("median_pct", 1),
-    "p90 %": ("p90_pct", 1),
-    "bias %": ("bias_pct", 1),
-    "rank corr.": ("rank_correlation", 2),
-    "regret %": ("regret_pct", 1),
-    "fit right %": ("fit_pct", 0),
-    "in 80% interval": ("coverage_pct", 0),
-    "its width %": ("width_pct", 0),
-    "memory %": ("memory_pct", 1),
-}
+_RESULTS = named(
+    "entrant=card.name", "median %=common.median_pct:.1f", "p90 %=common.p90_pct:.1f",
+    "bias %=common.bias_pct:.1f", "rank corr.=common.rank_correlation:.2f",
+    "regret %=common.regret_pct:.1f", "fit right %=common.fit_pct:.0f",
+    "in 80% interval=common.coverage_pct:.0f", "its width %=common.width_pct:.0f",
+    "memory %=common.memory_pct:.1f", "declined",
+)  # fmt: skip
 
 
 def exam_parts(answer: Exam) -> Iterable[Part]:
@@ -70,7 +65,7 @@ def exam_parts(answer: Exam) -> Iterable[Part]:
         "calibration (marked in answers.csv)"
     )
     yield ""
-    yield _results(answer)
+    yield table(answer.entrants, *_RESULTS)
     yield ""
     yield "All rows that an entrant answered, by source: median error, rank correlation, regret"
     yield ""
@@ -83,22 +78,9 @@ def exam_parts(answer: Exam) -> Iterable[Part]:
         yield f"{card.name}{by}: {card.how or 'no card'}. Saw: {card.saw}.{link}"
 
 
-def _results(answer: Exam) -> Grid:
-    columns: list[Column] = [("entrant", lambda one: one.card.name)]
-    for heading, (name, digits) in _NUMBERS.items():
-
-        def cell(one: Entrant, name: str = name, digits: int = digits) -> str:
-            return or_dash(getattr(one.common, name), f".{digits}f")
-
-        columns.append((heading, cell))
-    columns.append(("declined", lambda one: str(one.declined)))
-    return table(answer.entrants, *columns)
-
-
 def _by_source(answer: Exam) -> Grid:
-    sources = list(answer.entrants[0].by_source)
-    columns: list[Column] = [("entrant", lambda one: one.card.name)]
-    for source in sources:
+    columns = named("entrant=card.name")
+    for source in answer.entrants[0].by_source:
 
         def cell(one: Entrant, source: str = source) -> str:
             found = one.by_source[source]

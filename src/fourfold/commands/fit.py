@@ -17,7 +17,7 @@ from fourfold import files, options
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
-from fourfold.show.table import Grid, named, or_dash, table
+from fourfold.show.table import Grid, named, table
 from fourfold.spec import check
 from fourfold.verbs.requests import FitRequest
 
@@ -56,6 +56,5 @@ def _entries(rows: list[dict[str, Any]]) -> Grid:
         rows,
         *named("stack", "cluster", "rows"),
         ("free", lambda e: f"{len(e['free_time'])}+{len(e['free_memory'])}"),
-        ("cv median %", lambda e: or_dash(e.get("cv_median_pct"), ".1f")),
-        ("cv p90 %", lambda e: or_dash(e.get("cv_p90_pct"), ".1f")),
+        *named("cv median %=cv_median_pct:.1f", "cv p90 %=cv_p90_pct:.1f"),
     )

@@ -25,7 +25,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.pictures import accuracy_picture
-from fourfold.show.table import Column, Grid, named, or_dash, table
+from fourfold.show.table import Grid, named, or_dash, table
 from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import ScoreRequest
 
@@ -41,22 +41,14 @@ OPTIONS = (
     option("--picture", "predicted against measured", "FILE.png"),
     options.FORMAT,
 )
-# Heading -> field of a score, digits.
-_NUMBERS = {
-    "median %": ("median_pct", 1),
-    "p90 %": ("p90_pct", 1),
-    "bias %": ("bias_pct", 1),
-    "in interval %": ("coverage_pct", 0),
-    "interval score": ("interval_score", 1),
-    "rank corr.": ("rank_correlation", 2),
-    "regret %": ("regret_pct", 2),
-    "groups": ("groups", 0),
-    "memory %": ("memory_pct", 1),
-    "fit %": ("fit_pct", 1),
-    "refused %": ("refused_pct", 1),
-    "missed %": ("missed_pct", 1),
-    "unsure %": ("unsure_pct", 1),
-}
+_NUMBERS = named(
+    "how", "source=score.source", "rows=score.rows", "median %=score.median_pct:.1f",
+    "p90 %=score.p90_pct:.1f", "bias %=score.bias_pct:.1f", "in interval %=score.coverage_pct:.0f",
+    "interval score=score.interval_score:.1f", "rank corr.=score.rank_correlation:.2f",
+    "regret %=score.regret_pct:.2f", "groups=score.groups:.0f", "memory %=score.memory_pct:.1f",
+    "fit %=score.fit_pct:.1f", "refused %=score.refused_pct:.1f", "missed %=score.missed_pct:.1f",
+    "unsure %=score.unsure_pct:.1f", "free",
+)  # fmt: skip
 
 
 def run(args: Any, show: OnEvent) -> Output:
@@ -65,28 +57,14 @@ def run(args: Any, show: OnEvent) -> Output:
         drawn = accuracy_picture(answer.results, args.picture)
         files.write_bytes(args.picture, drawn, field="picture")
         show(Event(f"picture in {args.picture}"))
-    scores = table(
-        [one for one in answer.results if one.how not in KINDS],
-        ("how", lambda one: one.how),
-        ("source", lambda one: one.score.source),
-        ("rows", lambda one: str(one.score.rows)),
-        *(
-            (heading, lambda one, n=name, d=digits: or_dash(getattr(one.score, n), f".{d}f"))
-            for heading, (name, digits) in _NUMBERS.items()
-        ),
-        ("free", lambda one: one.free),
-    )
+    scores = table((one for one in answer.results if one.how not in KINDS), *_NUMBERS)
     more = [part for grid in (*_pairs_tables(answer), *fold_tables(answer)) for part in ("", grid)]
     return Output.of(answer, lambda: [scores, *more])
 
 
 def _pairs_tables(answer: Scores) -> list[Grid]:
-    grid = table(
-        answer.pairs,
-        *named("how", "one setting=knob", "pairs"),
-        ("signs right %", lambda one: f"{one.signs_pct:.0f}"),
-        ("ratio off by %", lambda one: f"{one.ratio_pct:.1f}"),
-    )
+    numbers = named("signs right %=signs_pct:.0f", "ratio off by %=ratio_pct:.1f")
+    grid = table(answer.pairs, *named("how", "one setting=knob", "pairs"), *numbers)
     return [grid] if answer.pairs else []
 
 
@@ -99,13 +77,10 @@ def _kinds_table(answer: Scores) -> Grid:
     return table(
         answer.folds,
         *named("left out=left_out", "sources", "rows"),
-        ("median %", lambda one: f"{one.median_pct:.1f}"),
-        ("pooled %", lambda one: f"{one.pooled_pct:.1f}"),
-        ("p90 %", lambda one: f"{one.p90_pct:.1f}"),
-        ("inside %", lambda one: f"{one.coverage_pct:.0f}"),
+        *named("median %=median_pct:.1f", "pooled %=pooled_pct:.1f", "p90 %=p90_pct:.1f"),
+        *named("inside %=coverage_pct:.0f"),
         (f"of {MANY_ROWS}+ rows", _range),
-        ("width %", lambda one: f"{one.width_pct:.0f}"),
-        ("score", lambda one: f"{one.interval_score:.0f}"),
+        *named("width %=width_pct:.0f", "score=interval_score:.0f"),
     )
 
 
@@ -122,9 +97,7 @@ def _sources_table(answer: Scores) -> Grid:
     # Two tables may have rows of one source.
     by_kind = {(one.how, one.score.source, one.score.rows): one.score for one in answer.results}
     sources = [one.score for one in answer.results if one.how == "layout"]
-    columns: list[Column] = [
-        *named("source", "rows"),
-    ]
+    columns = named("source", "rows")
     for kind in kinds:
         for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):
 

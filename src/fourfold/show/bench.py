@@ -28,12 +28,10 @@ def _side_by_side(runs: Sequence[dict[str, Any]], convention: str) -> Grid:
 
     return table(
         runs,
-        *named("engine", "outcome"),
-        ("step time", lambda run: or_dash(run.get("step_s"), show_seconds)),
-        ("tokens/s/GPU", lambda run: or_dash(run.get("tokens_s_gpu"), ",.0f")),
+        *named("engine", "outcome", "step time=step_s:seconds", "tokens/s/GPU=tokens_s_gpu:,.0f"),
         (f"of {runs[-1]['engine']}", of_last),
         ("TFLOP/s/GPU", lambda run: or_dash(rate(run), ".1f")),
-        ("memory", lambda run: or_dash(run["peak_bytes"] or None, show_bytes)),
+        *named("memory=peak_bytes:bytes"),
         ("predicted", lambda run: or_dash(run.get("predicted", {}).get("step_s"), show_seconds)),
     )
 
@@ -218,17 +216,16 @@ def oom_page(oom: dict[str, Any]) -> list[Part]:
         }  # fmt: skip
         tensors = table(
             oom["largest"],
-            ("largest tensors", lambda one: show_bytes(one["bytes"])),
+            *named("largest tensors=bytes:bytes"),
             *((name, lambda one, key=key: one[key] or "-") for name, key in columns.items()),
         )
         parts += [tensors, ""]
     if oom["fixes"]:
         fixes = table(
             oom["fixes"],
-            ("changes that would fit, by predicted cost", lambda one: one["change"]),
+            *named("changes that would fit, by predicted cost=change"),
             ("fits", lambda one: "yes" if one["fits"] else "no"),
-            ("memory", lambda one: show_bytes(one["peak_bytes"])),
-            ("step time", lambda one: show_seconds(one["step_s"])),
+            *named("memory=peak_bytes:bytes", "step time=step_s:seconds"),
             ("slower", lambda one: f"{one['slower_pct']:+.0f}%"),
         )
         parts += [fixes, ""]

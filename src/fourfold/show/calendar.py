@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.show.pictures import content, empty_figure
 from fourfold.show.plan import short_s
-from fourfold.show.table import Grid, Part, table
+from fourfold.show.table import Grid, Part, named, table
 from fourfold.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def _remarks(answer: Calendar, best: CalendarPoint) -> Iterable[str]:
 def assumptions_page(rows: Sequence[Mapping[str, Any]]) -> Iterable[Part]:
     yield table(
         rows,
-        ("assumption", lambda one: one["name"]),
-        ("value", lambda one: f"{one['value']:g}"),
+        *named("assumption=name", "value:g"),
         ("8 of 10", lambda one: f"{one['low']:g} to {one['high']:g}"),
     )
     for one in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
 from fourfold.traces.cause import Cause
@@ -104,7 +104,7 @@ def part_cells(answer: Diagnosis) -> Grid:
     rows = [row for row in answer.rows_of if row.seconds > 0.0005 * answer.step_s]
     return table(
         rows,
-        ("part", lambda row: row.name),
+        *named("part=name"),
         ("ms", lambda row: _ms(row.seconds)),
         ("%", lambda row: f"{100 * row.share:.1f}"),
         ("expected", lambda row: _ms(row.expected.mid) if row.expected else "-"),
@@ -146,7 +146,7 @@ def _what_if(one: WhatIf) -> str:
 def _ranks(answer: Diagnosis) -> Grid:
     return table(
         answer.ranks,
-        ("rank", lambda row: str(row.rank)),
+        *named("rank"),
         ("step ms", lambda row: _ms(row.step_s)),
         ("computes", lambda row: _ms(row.busy_s)),
         ("exposed communication", lambda row: _ms(row.exposed_s)),
@@ -157,7 +157,7 @@ def _ranks(answer: Diagnosis) -> Grid:
 def _settings(answer: Diagnosis) -> Grid:
     return table(
         answer.settings.values(),
-        ("setting", lambda one: one.name),
+        *named("setting=name"),
         ("value", lambda one: or_dash(None, "") if one.value is None else str(one.value)),
         ("evidence", lambda one: one.evidence[:60]),
     )

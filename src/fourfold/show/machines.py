@@ -25,10 +25,7 @@ _MOST_NAMED = 2  # clusters of an engine, so that the table stays within 100 cha
 def clusters_page(clusters: Sequence[Cluster], devices: Sequence[Device]) -> list[Part]:
     listed = table(
         clusters,
-        ("cluster", lambda one: one.name),
-        ("GPU", lambda one: one.device.id),
-        ("GPUs", lambda one: f"{one.gpus:,}"),
-        ("per host", lambda one: str(one.host_gpus)),
+        *named("cluster=name", "GPU=device.id", "GPUs=gpus:,", "per host=host_gpus"),
         ("NVLink domain", lambda one: str(one.links[0].ranks)),
         ("NVLink GB/s", lambda one: _rate(one.links[0].bytes_per_s)),
         ("network GB/s/GPU", lambda one: _rate(one.links[-1].bytes_per_s)),
@@ -43,13 +40,12 @@ def gpus_page(devices: Sequence[Device]) -> list[Part]:
     ]
     listed = table(
         devices,
-        ("GPU", lambda one: one.id),
+        *named("GPU=id"),
         *peaks,
         ("memory GiB", lambda one: f"{one.memory_bytes / 2**30:.1f}"),
         ("memory GB/s", lambda one: f"{one.memory_bytes_per_s / 1e9:,.0f}"),
         ("NVLink GB/s", lambda one: _rate(one.peer_bytes_per_s) if one.links else "-"),
-        ("SMs", lambda one: str(one.sms)),
-        ("W", lambda one: f"{one.power_w:.0f}"),
+        *named("SMs=sms", "W=power_w:.0f"),
     )
     note = "peaks are dense; links are one way; GB = 1e9 bytes, GiB = 2^30 bytes"
     return [listed, "", note]
@@ -58,8 +54,7 @@ def gpus_page(devices: Sequence[Device]) -> list[Part]:
 def cluster_page(cluster: Cluster) -> list[Part]:
     levels = table(
         cluster.links,
-        ("level", lambda link: link.name),
-        ("GPUs", lambda link: f"{link.ranks:,}"),
+        *named("level=name", "GPUs=ranks:,"),
         ("GB/s/GPU one way", lambda link: _rate(link.bytes_per_s)),
         ("latency us", lambda link: f"{link.latency_s * 1e6:.4g}"),
     )
@@ -105,12 +100,12 @@ def stacks_page(stacks: Sequence[dict[str, Any]]) -> list[Part]:
 
     grid = table(
         stacks,
-        ("stack", lambda one: one["stack"]),
+        *named("stack"),
         (
             "stands for",
             lambda one: "itself" if one["stands_for"] == one["stack"] else one["stands_for"],
         ),
-        ("limits of", lambda one: one["rules"]),
+        *named("limits of=rules"),
         ("measured on (runs)", lambda one: measured(one) or "-"),
     )
     note = "* not described here: 'fourfold clusters new' makes a file for --cluster"
@@ -185,10 +180,7 @@ def verdicts_page(answer: Conformance) -> list[Part]:
     shown = table(
         list(answer.verdicts),
         ("engine", lambda one: f"{one.engine} {one.version}".strip()),
-        *named("layout=cell", "verdict"),
-        ("gradients", lambda one: or_dash(one.difference, ".1e")),
-        ("norm", lambda one: or_dash(one.norm, ".1e")),
-        ("parameters", lambda one: or_dash(one.parameters, ".1e")),
+        *named("layout=cell", "verdict", "gradients=difference:.1e", "norm:.1e", "parameters:.1e"),
         ("stand-ins", lambda one: ", ".join(one.standins)),
     )
     lines: list[Part] = [line for one in answer.verdicts for line in said_of(one)]
@@ -219,9 +211,6 @@ def _counted(answer: Conformance) -> str:
 
 
 def engines_page(answer: Engines) -> list[Part]:
-    shown = table(
-        answer.releases,
-        *named("engine", "version", "folder"),
-    )
+    shown = table(answer.releases, *named("engine", "version", "folder"))
     none = f"no releases in {answer.folder}; 'fourfold engines install NAME==VERSION' adds one"
     return [shown] if answer.releases else [none]

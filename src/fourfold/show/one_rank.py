@@ -15,7 +15,7 @@ from fourfold.result.one_rank import (
     micro_s,
 )
 from fourfold.show.bench import oom_page
-from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec.run import RunSpec
 from fourfold.units import counted, show_bytes
 
@@ -125,10 +125,7 @@ def _kernels(found: OneRankResult) -> Grid:
     return table(
         found.kernels,
         ("kernel", lambda one: f"{one.part} {one.name}"),
-        ("in", lambda one: one.when),
-        ("makes", lambda one: one.makes),
-        ("m x n x k, or b x h x q x k x d", lambda one: one.shape),
-        ("calls", lambda one: str(one.calls)),
+        *named("in=when", "makes", "m x n x k, or b x h x q x k x d=shape", "calls"),
         ("ms", lambda one: f"{1e3 * one.seconds:.4f}"),
         ("TFLOP/s", lambda one: f"{_useful_flops(one) / one.seconds / 1e12:.4g}"),
     )
@@ -187,7 +184,7 @@ def floor_page(rows: Sequence[FloorPart], tokens: float) -> list[Part]:
     whole = total(list(rows))
     parts = table(
         [*rows, whole],
-        ("ms per step", lambda row: row.name),
+        *named("ms per step=name"),
         ("unavoidable", lambda row: or_dash(1e3 * row.limit_s or None, ".3f")),
         ("engine", lambda row: f"{1e3 * row.engine_s:.3f}"),
         ("gap", lambda row: f"{1e3 * row.gap_s:+.3f}"),

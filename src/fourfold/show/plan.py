@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.show.plan_notes import capacities, compared, routing, searched, short_s
-from fourfold.show.table import Column, Grid, Part, table
+from fourfold.show.table import Column, Grid, Part, named, table
 from fourfold.units import counted
 
 if TYPE_CHECKING:
@@ -209,14 +209,12 @@ def evidence(row: PlanRow) -> str:
 
 
 _ALWAYS: tuple[Column, ...] = (
-    ("#", lambda row: str(row.rank)),
+    *named("#=rank"),
     ("layout", str),
-    ("micro", lambda row: str(row.micro_batch)),
-    ("sharding", lambda row: row.policy.sharding),
-    ("recompute", lambda row: row.policy.recompute),
+    *named("micro=micro_batch", "sharding=policy.sharding", "recompute=policy.recompute"),
     ("s/step", lambda row: short_s(row.step_s)),
     ("GiB", lambda row: f"{row.peak_bytes / GIB:.1f}"),
-    ("fits", lambda row: f"{100 * row.fit_chance:.0f}%"),
+    *named("fits=fit_chance:.0%"),
 )
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fourfold.verbs.verify import Verified
 
 GIB = 2**30
+# Columns that tables of runs share.
+_RUN = ("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch", "precision",
+        "sharding")  # fmt: skip
+_FIGURES = ("step time=step_s:seconds", "tokens/s/GPU=tokens_s_gpu:,.0f")
 
 
 def runs_page(answer: StoredRuns, store: str) -> list[Part]:
@@ -27,7 +31,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
     found = [stored.summary for stored in answer.runs]
     optional: tuple[Column, ...] = (
-        ("engine", lambda one: one.stack),
+        *named("engine=stack"),
         ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
         *named("settings=unlisted", "tag"),
         ("why", lambda one: one.failure[:60]),
@@ -35,11 +39,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     runs = table(
         found,
         ("run", lambda one: one.run_id[:8] + (f"#{one.repeat}" if one.repeat else "")),
-        *named("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch"),
-        *named("precision", "sharding", "outcome"),
-        ("step time", lambda one: or_dash(one.step_s, show_seconds)),
-        ("tokens/s/GPU", lambda one: or_dash(one.tokens_s_gpu, ",.0f")),
-        ("memory", lambda one: or_dash(one.peak_bytes, show_bytes)),
+        *named(*_RUN, "outcome", *_FIGURES, "memory=peak_bytes:bytes"),
         *(column for column in optional if any(map(column[1], found))),
     )
     return [
@@ -52,18 +52,14 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
 def sweep_page(answer: Swept, store: str) -> list[Part]:
     """A guess from the cores is kept with the runs, but is not worth three columns here."""
     predicted: list[Column] = [
-        ("predicted step time", lambda row: or_dash(row["predicted"]["step_s"], show_seconds)),
+        *named("predicted step time=predicted.step_s:seconds"),
         ("off by", _off),
-        ("predicted memory", lambda row: or_dash(row["predicted"]["peak_bytes"], show_bytes)),
+        *named("predicted memory=predicted.peak_bytes:bytes"),
     ]
     runs = table(
         answer.runs,
         ("combination", _combination),
-        ("outcome", lambda row: row["outcome"]),
-        ("step time", lambda row: or_dash(row["step_s"] or None, show_seconds)),
-        ("tokens/s/GPU", lambda row: or_dash(row["tokens_s_gpu"] or None, ",.0f")),
-        ("TFLOP/s/GPU", lambda row: or_dash(row["tflops_gpu"] or None, ".4g")),
-        ("memory", lambda row: or_dash(row["peak_bytes"] or None, show_bytes)),
+        *named("outcome", *_FIGURES, "TFLOP/s/GPU=tflops_gpu:.4g", "memory=peak_bytes:bytes"),
         *([] if answer.is_guess else predicted),
         ("why", lambda row: row["reason"][:70]),
     )
@@ -105,15 +101,13 @@ def _planned(rows: list[dict[str, Any]]) -> Grid:
     fits = {True: "", None: "", False: ", does not fit"}
     return table(
         rows,
-        *named("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch"),
-        *named("precision", "sharding", "recompute", "left=runs_left"),
-        ("step time", lambda row: show_seconds(row["step_s"])),
+        *named(*_RUN, "recompute", "left=runs_left", "step time=step_s:seconds"),
         (
             "80% interval",
             lambda row: f"{show_seconds(row['step_s_low'])} to {show_seconds(row['step_s_high'])}",
         ),
         ("memory", lambda row: show_bytes(row["peak_bytes"]) + fits[row["fits"]]),
-        ("run", lambda row: show_seconds(row["run_s"])),
+        *named("run=run_s:seconds"),
     )
 
 
@@ -148,8 +142,7 @@ def demo_page(answer: Demo) -> list[Part]:
     chosen, batch = answer.scene, answer.scene.batch
     runs = table(
         answer.runs,
-        *named("layout", "sharding", "micro=micro_batch"),
-        ("predicted s", lambda row: f"{row.predicted_s:.3f}"),
+        *named("layout", "sharding", "micro=micro_batch", "predicted s=predicted_s:.3f"),
         ("80% interval", lambda row: f"{row.predicted_s_low:.2f}-{row.predicted_s_high:.2f}"),
         ("measured s", lambda row: f"{row.measured_s:.3f}" if row.measured_s else row.outcome),
         (
@@ -161,7 +154,7 @@ def demo_page(answer: Demo) -> list[Part]:
         ("tokens/s", lambda row: or_dash(row.measured_s, lambda s: f"{batch.tokens / s:,.0f}")),
         ("predicted GiB", lambda row: f"{row.predicted_peak_bytes / GIB:.2f}"),
         ("measured GiB", lambda row: or_dash(row.measured_peak_bytes, lambda b: f"{b / GIB:.2f}")),
-        ("loss", lambda row: or_dash(row.loss, ".3f")),
+        *named("loss:.3f"),
     )
     return [
         runs,
@@ -229,11 +222,10 @@ def verified_page(answer: Verified) -> list[Part]:
     # All that failed; of what passed, the worst few of each family say enough.
     shown = [row for row in rows if not row["pass"]]
     shown += sorted((r for r in rows if r["pass"]), key=lambda r: -r["grad_rel"])[:12]
-    gaps = {"loss": "loss_diff", "norm": "norm_rel", "grad": "grad_rel", "param": "param_rel"}
     checked = table(
         shown,
-        *named("family", "layout", "policy"),
-        *((name, lambda row, key=key: or_dash(row[key], ".1e")) for name, key in gaps.items()),
+        *named("family", "layout", "policy", "loss=loss_diff:.1e", "norm=norm_rel:.1e"),
+        *named("grad=grad_rel:.1e", "param=param_rel:.1e"),
         ("result", lambda r: "pass" if r["pass"] else "error" if r.get("error") else "FAIL"),
     )
     hidden = len(rows) - len(shown)

@@ -101,12 +101,7 @@ def _usual() -> dict[str, Any]:
 
 
 def _stages_page(answer: Model) -> list[Part]:
-    stages = table(
-        answer.stages or (),
-        *named("stage", "rank", "layers"),
-        ("held", lambda one: f"{one.held:,}"),
-        ("owned", lambda one: f"{one.owned:,}"),
-    )
+    stages = table(answer.stages or (), *named("stage", "rank", "layers", "held:,", "owned:,"))
     about = f"{answer.name}: {answer.params:,} parameters; {answer.layout}; {answer.sharding}"
     meaning = (
         "held: of its stage and tensor shard, while it computes; owned: its share of the "
@@ -194,11 +189,10 @@ def _size(name: str, one: dict[str, Any]) -> list[Part]:
 def _gemms(gemms: list[dict[str, Any]]) -> Grid:
     return table(
         gemms,
-        *named("product=name", "tokens"),
-        ("in", lambda one: f"{one['into']:g}"),
-        ("out", lambda one: f"{one['out']:g}"),
-        ("alignment loses %", lambda one: f"{one['alignment_loss_pct']:.0f}"),
-        ("tiles and waves lose %", lambda one: f"{one['wave_loss_pct']:.0f}"),
+        *named("product=name", "tokens", "in=into:g", "out:g"),
+        *named(
+            "alignment loses %=alignment_loss_pct:.0f", "tiles and waves lose %=wave_loss_pct:.0f"
+        ),
     )
 
 
@@ -215,10 +209,9 @@ def _neighbours(label: str, one: dict[str, Any]) -> Grid:
     ]
     return table(
         sorted(near, key=lambda row: row["value"]),
-        (label, lambda row: str(row["value"])),
+        *named(f"{label}=value"),
         *extra,
-        ("TFLOP/s", lambda row: f"{row['tflops_gpu']:.1f}"),
-        ("against asked", lambda row: f"{row['against_asked']:.3f}"),
+        *named("TFLOP/s=tflops_gpu:.1f", "against asked=against_asked:.3f"),
     )
 
 
@@ -230,7 +223,7 @@ def _shapes(rows: list[dict[str, Any]]) -> Grid:
         ("layout", lambda row: row["reason"] if row["days"] is None else row["layout"]),
         ("micro", lambda row: or_dash(row["days"] and row["micro_batch"], "")),
         ("s/step", lambda row: or_dash(row["days"] and row["step_s"], ".1f")),
-        ("days", lambda row: or_dash(row["days"], ".1f")),
+        *named("days:.1f"),
         ("GPU-hours", lambda row: or_dash(row["days"] and row["gpu_hours"], ",.0f")),
-        ("days per 1e21 FLOP", lambda row: or_dash(row.get("days_per_1e21_flop"), ".3f")),
+        *named("days per 1e21 FLOP=days_per_1e21_flop:.3f"),
     )

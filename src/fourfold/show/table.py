@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fourfold import escape
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
+from fourfold.units import show_bytes, show_seconds
 
 _THOUSANDS = r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z"
 
@@ -24,6 +25,7 @@ class Grid(NamedTuple):
 Part = str | Grid
 # A heading, and the cell of an item under it.
 Column = tuple[str, Callable[[Any], str]]
+_FORMS: dict[str, Callable[[float], str]] = {"bytes": show_bytes, "seconds": show_seconds}
 
 
 def table(items: Iterable[Any], *columns: Column) -> Grid:
@@ -32,16 +34,23 @@ def table(items: Iterable[Any], *columns: Column) -> Grid:
     return Grid(headings, [[cell(item) for _, cell in columns] for item in items])
 
 
-def named(*fields: str) -> list[Column]:
-    """Columns of fields as they are, each under its own name or as in 'heading=field'; items are
-    objects or tables."""
+def named(*texts: str) -> list[Column]:
+    """Columns of fields, each under its own name or as in 'heading=field'. With a form it is a
+    number, '-' where there is none: 'heading=field:.1f', or in bytes or seconds. Items are objects
+    or tables; 'score.rows' is the field of a field."""
+    return [*map(_named, texts)]
 
-    def column(heading: str, field: str) -> Column:
-        return heading, lambda one: str(
-            one[field] if isinstance(one, dict) else getattr(one, field)
-        )
 
-    return [column(text.partition("=")[0], text.rpartition("=")[2]) for text in fields]
+def _named(text: str) -> Column:
+    heading, _, place = text.rpartition("=")
+    path, _, form = place.partition(":")
+
+    def cell(one: Any) -> str:
+        for name in path.split("."):
+            one = one.get(name) if isinstance(one, dict) else getattr(one, name)
+        return or_dash(one, _FORMS.get(form, form)) if form else str(one)
+
+    return heading or path, cell
 
 
 def quantities(rows: Sequence[Sequence[str]]) -> Grid:
