@@ -49,3 +49,19 @@ def test_a_table_given_as_a_policy_field_is_decoded(specs):
     words = ["--set", 'policy.env={NCCL_DEBUG="INFO"}', "--format", "json"]
     assert main(["verify", "--world", "2", *words]) == 0
     assert {spec.policy.env for spec in specs} == {(("NCCL_DEBUG", "INFO"),)}
+
+
+@pytest.mark.parametrize(
+    ("words", "has_experts"),
+    [
+        ([], False),
+        (["--break", "norm-grad"], False),
+        (["--axis", "ep"], True),
+        (["--break", "router-sum"], True),
+        (["--layout", "dp2 ep2"], True),
+    ],
+)
+def test_families_have_experts_where_experts_are_asked_about(specs, words, has_experts):
+    assert main(["verify", "--world", "2", "--format", "json", *words]) in (0, 1)
+    expected = {"mixtral", "deepseek"} if has_experts else {"mpt", "gpt", "llama"}
+    assert {spec.model.family for spec in specs} == expected

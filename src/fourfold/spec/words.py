@@ -188,12 +188,15 @@ def _note(path: str, typed: str, value: Any) -> str:
 
 
 # Planted on purpose: each must fail.
+ExpertFault = Literal[
+    "expert-scale", "expert-group", "expert-norm", "expert-norm-twice", "router-sum",
+    "scores-left", "scores-twice", "scores-cut", "shared-sum", "balance-micro", "balance-scale",
+    "balance-lost", "balance-rank", "bias-twice", "drop-order", "idle-decay",
+]  # fmt: skip
 # Those of the last line are planted below any engine, the others in our own.
 Fault = Literal[
     "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
     "layer-skip", "kv-head", "stale-weight", "norm-twice",
-    "expert-scale", "expert-group", "expert-norm", "expert-norm-twice", "router-sum",
-    "scores-left", "scores-twice", "scores-cut", "shared-sum", "balance-micro", "balance-scale",
-    "balance-lost", "balance-rank", "bias-twice", "drop-order", "idle-decay",
+    ExpertFault,
     "lost-sum", "norm-shard", "doubled-loss",
 ]  # fmt: skip

@@ -186,7 +186,7 @@ class VerifyRequest(Launch):
     seed: int = flag("seed of the sample, weights and tokens", default=0)
     layout: str | None = flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
     family: tuple[str, ...] = flag(
-        "check only this model family (default: mpt, gpt, llama)",
+        "check only this model family (default: mpt, gpt, llama; of experts mixtral, deepseek)",
         choices=tuple(catalog.TINY),
         default=(),
     )

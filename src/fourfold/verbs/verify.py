@@ -22,7 +22,7 @@ from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
 from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
-from fourfold.verbs.verify_cases import USUAL, Wish, describe
+from fourfold.verbs.verify_cases import Wish, describe, families
 
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 
@@ -95,7 +95,7 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
         check.that(layout.world == world, "layout", request.layout, rule)
     check.whole(1, _MAX_WORLD, world=world)
     _checked_sizes(request, world, permit)
-    names = request.models or [TINY[family] for family in request.family or USUAL]
+    names = request.models or [TINY[family] for family in families(request, layout)]
     models = tuple(model(name) for name in names)
     for shape in models:
         _must_run(shape)

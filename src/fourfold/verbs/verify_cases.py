@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import Batch, ModelShape, Policy, RunSpec, check
-from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
+from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
+from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS, ExpertFault
 from fourfold.verbs.run_requests import VerifyRequest
 
-USUAL = ("mpt", "gpt", "llama")
+_USUAL, _ROUTED = ("mpt", "gpt", "llama"), ("mixtral", "deepseek")
 SEQ_LEN = 32
 _GLOBAL_BATCH = 8
 # Schedules of a pipeline and their virtual stages.
@@ -35,6 +35,13 @@ class Wish:
     models: tuple[ModelShape, ...]
     layout: Layout | None
     fixed: dict[str, Any]
+
+
+def families(request: VerifyRequest, layout: Layout | None) -> tuple[str, ...]:
+    """Those asked for; of an axis, a layout or a fault of experts the families that have some."""
+    routed = request.axis in EXPERT_AXES or request.fault in get_args(ExpertFault)
+    divided = layout is not None and layout.ep * layout.etp > 1
+    return request.family or (_ROUTED if routed or divided else _USUAL)
 
 
 def layouts(world: int) -> Iterator[Layout]:
