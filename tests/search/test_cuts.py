@@ -16,7 +16,6 @@ from fourfold.cost.step.pipeline import chunk_layers, stage_layers
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
 from fourfold.spec.codec import decode, encode
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -99,23 +98,3 @@ def test_every_copy_holds_all_experts() -> None:
     layout = Layout.parse("dp2x2 ep2")
     assert [layout.expert_place(rank)[1] for rank in range(4)] == [0, 1, 0, 1]
     assert layout.edp == 1
-
-
-REFUSED = {
-    "experts": ("mixtral-tiny", "dp3 ep3", {}),
-    "expert-ranks": ("mixtral-tiny", "dp2x2 ep4", {}),
-    "expert-width": ("mixtral-tiny", "dp5 etp5", {}),
-    "expert-dense": ("llama-tiny", "dp2 ep2", {}),
-    "moe-tp": ("mixtral-tiny", "tp2", {"sequence_parallel": False}),
-    "dispatcher": ("mixtral-tiny", "dp2 ep2", {"dispatcher": "local"}),
-    "shared-width": ("deepseek-tiny", "tp64", {}),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refusals_have_names_and_remedies(reason: str) -> None:
-    name, words, policy = REFUSED[reason]
-    batch = Batch(seq_len=1920, micro_batch=1, global_batch=60)
-    found = why_not(model(name), Layout.parse(words), batch, Policy(**policy))
-    refusal = next(one for one in found if one.reason == reason)
-    assert refusal.hint.startswith("use ")
