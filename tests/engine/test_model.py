@@ -142,35 +142,8 @@ def test_alibi_slopes_are_the_published_ones():
     assert twelve[8:] == [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
 
 
-def test_logits_equal_transformers_llama():
-    import transformers
-
-    small = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 97}
-    scaling = {"kind": "llama3", "factor": 8.0, "original_length": 16}
-    model_shape = shape("llama", **small, positions={"kind": "rope", "scaling": scaling})
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=97, rms_norm_eps=model_shape.norm_eps,
-        max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, attn_implementation="eager",
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-        },
-    )  # fmt: skip
-    names = {
-        "embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
-        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-        "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-        "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-    }  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    ours = built(model_shape, fused=False)
-    theirs.load_state_dict({_renamed(n, names, "model."): p for n, p in ours.named_parameters()})
-    _same_logits(ours, theirs, model_shape)
-
-
 def test_logits_equal_transformers_bloom():
+    """Not exported; models that are have their logits compared in test_hf_weights.py."""
     import transformers
 
     model_shape = shape(
@@ -187,12 +160,16 @@ def test_logits_equal_transformers_bloom():
     state = dict(ours.named_parameters())
     names = {
         "embedding.weight": "word_embeddings.weight", "embedding_norm": "word_embeddings_layernorm",
-        "layers": "h", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-        "attention.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h",
-        "mlp.down": "mlp.dense_4h_to_h", "final_norm": "ln_f",
+        "layers.": "h.", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm", "attention.out": "self_attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h", "final_norm": "ln_f",
     }  # fmt: skip
-    plain = {n: p for n, p in state.items() if n.split(".")[-2] not in ("q", "k", "v")}
-    loaded = {f"transformer.{_renamed(n, names, '')}": p for n, p in plain.items()}
+    loaded = {}
+    for name, value in state.items():
+        if name.split(".")[-2] not in ("q", "k", "v"):
+            for ours_, theirs_ in names.items():
+                name = name.replace(ours_, theirs_)
+            loaded[f"transformer.{name}"] = value
     for layer in range(2):
         for leaf in ("weight", "bias"):
             parts = [state[f"layers.{layer}.attention.{part}.{leaf}"] for part in "qkv"]
@@ -200,58 +177,6 @@ def test_logits_equal_transformers_bloom():
             heads = torch.stack([p.unflatten(0, (6, 8)) for p in parts], dim=1).flatten(0, 2)
             loaded[f"transformer.h.{layer}.self_attention.query_key_value.{leaf}"] = heads
     theirs.load_state_dict(loaded | {"lm_head.weight": state["embedding.weight"]})
-    _same_logits(ours, theirs, model_shape)
-
-
-def test_logits_equal_transformers_gpt2():
-    import transformers
-
-    model_shape = shape(
-        "gpt", layers=2, hidden=48, heads=4, vocab=97,
-        positions={"kind": "learned", "length": SEQ_LEN},
-    )  # fmt: skip
-    config = transformers.GPT2Config(
-        n_embd=48, n_layer=2, n_head=4, vocab_size=97, n_positions=SEQ_LEN,
-        activation_function="gelu", layer_norm_epsilon=model_shape.norm_eps,
-    )  # fmt: skip
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    ours = built(model_shape, fused=False)
-    state = dict(ours.named_parameters())
-    names = {
-        "embedding.weight": "wte.weight", "positions.weight": "wpe.weight", "layers": "h",
-        "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.out": "attn.c_proj",
-        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj", "final_norm": "ln_f",
-    }  # fmt: skip
-    loaded = {}
-    for name, param in state.items():
-        if name.split(".")[-2] not in ("q", "k", "v"):
-            # GPT-2 stores matrices [in, out].
-            inner = name.startswith("layers") and param.ndim == 2
-            loaded[f"transformer.{_renamed(name, names, '')}"] = param.T if inner else param
-    for layer in range(2):
-        for leaf in ("weight", "bias"):
-            whole = torch.cat([state[f"layers.{layer}.attention.{part}.{leaf}"] for part in "qkv"])
-            loaded[f"transformer.h.{layer}.attn.c_attn.{leaf}"] = (
-                whole.T if whole.ndim == 2 else whole
-            )
-    theirs.load_state_dict(loaded | {"lm_head.weight": state["embedding.weight"]})
-    _same_logits(ours, theirs, model_shape)
-
-
-def _renamed(name: str, names: dict[str, str], prefix: str) -> str:
-    for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
-        if ours != "layers" and f".{ours}." in f".{name}.":
-            name = f".{name}.".replace(f".{ours}.", f".{theirs}.").strip(".")
-            break
-    else:
-        raise KeyError(name)
-    if name.startswith("layers."):
-        inner = names.get("layers")
-        return name.replace("layers.", f"{inner}.", 1) if inner else f"{prefix}{name}"
-    return name
-
-
-def _same_logits(ours: Decoder, theirs: torch.nn.Module, model_shape: ModelShape) -> None:
     tokens = torch.randint(0, model_shape.vocab, (2, SEQ_LEN), generator=torch.manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens).logits
