@@ -12,57 +12,17 @@ from fourfold.cost.fit import calibration
 from fourfold.cost.fit.coefficients import BY_NAME
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.events import ignore
-from fourfold.result.profile import (
-    AttentionPoint,
-    CollectivePoint,
-    CopyPoint,
-    GemmPoint,
-    HardwareProfile,
-    SharedPoint,
-    cluster_of,
-)
+from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
 from fourfold.verbs.calibrate import _plan, scene
 from tests.cli import Cli
+from tests.result.test_profile import make
 
 
 @pytest.fixture
 def profile() -> HardwareProfile:
-    """A host of about 40 GFLOP/s; four ranks get a quarter each."""
-    return HardwareProfile(
-        device="cpu",
-        device_name="a test's host",
-        host="here",
-        torch="2.13.0",
-        made_at="2026-01-01T00:00:00+00:00",
-        units=4,
-        cores=4,
-        power_w=65.0,
-        memory_bytes=16 * 2**30,
-        gemms=(GemmPoint(dtype="fp32", m=512, n=512, k=512, seconds=2 * 512**3 / 4e10),),
-        attentions=(
-            AttentionPoint(
-                kernel="flash", dtype="fp32", batch=1, heads=4, head_size=64, seq_len=256,
-                forward_s=1e-3, backward_s=3e-3,
-            ),
-        ),
-        copies=(CopyPoint(moved_bytes=2**28, seconds=0.05),),
-        collectives=(
-            CollectivePoint(op="all_reduce", ranks=4, payload_bytes=1024, seconds=2e-4),
-            CollectivePoint(op="all_reduce", ranks=4, payload_bytes=2**24, seconds=0.03),
-        ),
-        shared=(
-            SharedPoint(ranks=1, dtype="fp32", flops_per_s=4e10, bytes_per_s=1e10),
-            SharedPoint(ranks=4, dtype="fp32", flops_per_s=1e10, bytes_per_s=3e9),
-        ),
-        launch_s=2e-5,
-        layer_launch_s=1e-3,
-        burst_flops_per_s=4e10,
-        sustained_flops_per_s=3.8e10,
-        sustained_over_s=5.0,
-        measured_s=20.0,
-    )  # fmt: skip
+    return make(cores=4, units=4)
 
 
 def test_a_profile_becomes_a_calibration_within_the_knobs_limits(profile: HardwareProfile) -> None:

@@ -187,21 +187,8 @@ def test_the_dry_run_lists_refusals_first_and_runs_nothing(
     assert cli.json("sweep", file, "--dry-run")["predicted_s"] > 0
 
 
-FLAGS = [
-    "sweep",
-    "-m",
-    "llama-tiny",
-    "mpt-tiny",
-    "-s",
-    "5",
-    "6",
-    "-b",
-    "9",
-    "-t",
-    "fp32",
-    "-g",
-    "1",
-]
+FLAGS = ["sweep", "-m", "llama-tiny", "mpt-tiny", "-s", "5", "6", "-b", "9", "-t", "fp32", "-g",
+         "1"]  # fmt: skip
 
 
 def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -> None:

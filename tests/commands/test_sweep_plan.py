@@ -8,18 +8,12 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.result.files.store import Store
-from fourfold.result.profile import (
-    CollectivePoint,
-    CopyPoint,
-    GemmPoint,
-    HardwareProfile,
-    SharedPoint,
-)
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import sites
 from tests.cli import Cli
+from tests.result.test_profile import make
 
 QUESTION = [
     "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",
@@ -27,40 +21,10 @@ QUESTION = [
 ]  # fmt: skip
 
 
-PROFILE = HardwareProfile(
-    device="cpu",
-    device_name="a cpu",
-    host="here",
-    torch="2.13",
-    made_at="2026-01-02T03:04:05",
-    measured_s=1.0,
-    cores=4,
-    units=4,
-    memory_bytes=2**30,
-    power_w=0.0,
-    gemms=(GemmPoint(dtype="fp32", m=1024, n=1024, k=1024, seconds=0.02),),
-    attentions=(),
-    copies=(CopyPoint(moved_bytes=2**28, seconds=0.03),),
-    launch_s=5e-6,
-    layer_launch_s=1e-3,
-    burst_flops_per_s=1.2e11,
-    sustained_flops_per_s=1e11,
-    sustained_over_s=10.0,
-    shared=(
-        SharedPoint(ranks=1, dtype="fp32", flops_per_s=1e11, bytes_per_s=2e10),
-        SharedPoint(ranks=4, dtype="fp32", flops_per_s=2.5e10, bytes_per_s=6e9),
-    ),
-    collectives=tuple(
-        CollectivePoint(op="all-reduce", ranks=4, payload_bytes=size, seconds=seconds)
-        for size, seconds in ((1024, 6e-4), (2**24, 0.02))
-    ),
-)
-
-
 @pytest.fixture
 def profile(tmp_path: Path) -> list[str]:
     path = tmp_path / "profile.json"
-    path.write_text(codec.to_json(PROFILE))
+    path.write_text(codec.to_json(make(cores=4, units=4, memory_bytes=2**30)))
     return ["--profile", str(path)]
 
 

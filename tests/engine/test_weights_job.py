@@ -11,7 +11,6 @@ import safetensors.torch as safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fourfold.cli import main
 from fourfold.engine.checkpoint.export import Export, export_hf
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
@@ -37,22 +36,16 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def run(*words: str) -> int:
-    return main([str(word) for word in words])
-
-
-def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
+def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, cli):
     weights = folder(catalog.model("gpt-tiny"), tmp_path / "gpt")
     trained = tmp_path / "trained"
     # A step that fp32 can't hold moves no weight, not even one that is 0.
     still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
     layout = ("--gpus", "2", "--tp", "2")
     sizes = ("--seq-len", SEQ_LEN, "--global-batch", "2", "--precision", "fp32", "--steps", "1")
-    assert run("train", "--weights", weights, "--out", trained, *layout, *sizes, *still) == 0
-    capsys.readouterr()
+    cli("train", "--weights", weights, "--out", trained, *layout, *sizes, *still)
     out = tmp_path / "out"
-    assert run("weights", "export", trained, out, "--format", "json") == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json("weights", "export", trained, out)
     assert said["model_type"] == "gpt2"
     assert said["files"] == ["config.json", "model.safetensors"]
     before, after = tensors(weights), tensors(out)
@@ -61,44 +54,39 @@ def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
 
     config = json.loads((weights / "config.json").read_text())
     assert json.loads((out / "config.json").read_text()) == config
-    assert run("weights", "export", trained, out) == 2
-    assert "use --force" in capsys.readouterr().err
+    assert "use --force" in cli("weights", "export", trained, out, status=2)
     (out / "notes.txt").touch()
-    assert run("weights", "export", trained, out, "--force") == 2
-    assert "notes.txt" in capsys.readouterr().err
+    assert "notes.txt" in cli("weights", "export", trained, out, "--force", status=2)
 
     # The checkpoint has its own weights: a resume does not need the folder any more.
     for path in weights.iterdir():
         path.unlink()
-    assert run("train", "--out", trained, "--gpus", "1", "--steps", "2") == 0
+    cli("train", "--out", trained, "--gpus", "1", "--steps", "2")
 
 
-def test_the_end_token_of_the_data_is_the_models(tmp_path, capsys):
+def test_the_end_token_of_the_data_is_the_models(tmp_path, cli):
     text = tmp_path / "text"
     text.write_text("the cat sat on the mat. " * 40)
-    assert run("data", "make", "--out", tmp_path / "tokens", text) == 0
+    cli("data", "make", "--out", tmp_path / "tokens", text)
     trained = tmp_path / "trained"
     words = ("--model", "llama-tiny", "--gpus", "1", "--seq-len", SEQ_LEN, "--global-batch", "2")
     words += ("--precision", "fp32", "--steps", "1", "--set", "device=cpu")
-    assert run("train", "--out", trained, "--data", tmp_path / "tokens", *words) == 0
-    assert run("weights", "export", trained, tmp_path / "out") == 0
+    cli("train", "--out", trained, "--data", tmp_path / "tokens", *words)
+    cli("weights", "export", trained, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
     (tmp_path / "tokens.json").unlink()
-    capsys.readouterr()
-    assert run("weights", "export", trained, tmp_path / "later") == 0
-    assert "eos_token_id is left open" in capsys.readouterr().err
+    cli("weights", "export", trained, tmp_path / "later")
+    assert "eos_token_id is left open" in cli.err
     assert json.loads((tmp_path / "later" / "config.json").read_text())["eos_token_id"] is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_the_export_in_its_own_format(tmp_path, capsys):
+def test_torch_reads_the_export_in_its_own_format(tmp_path, cli):
     trained, out = tmp_path / "trained", tmp_path / "out"
     run_of = ("--model", "gpt-tiny", "--gpus", "2", "--tp", "2", "--set", "device=cpu")
     sizes = ("--seq-len", SEQ_LEN, "--global-batch", "2", "--precision", "fp32", "--steps", "2")
-    assert run("train", "--out", trained, *run_of, *sizes) == 0
-    capsys.readouterr()
-    assert run("weights", "export", trained, out, "--format", "dcp", "--format", "json") == 0
-    said = json.loads(capsys.readouterr().out)
+    cli("train", "--out", trained, *run_of, *sizes)
+    said = cli.json("weights", "export", trained, out, "--format", "dcp")
     assert said["files"] == [".metadata", "__0_0.distcp"]
     step = trained / "checkpoints" / "step-00000002"
     stored = json.loads((step / "index.json").read_text())["tensors"]
@@ -114,42 +102,46 @@ def test_torch_reads_the_export_in_its_own_format(tmp_path, capsys):
     assert all(torch.equal(found[name], right[name]) for name in right)
     # Again, narrower: weights alone are converted.
     words = ("--format", "dcp", "--dtype", "bf16", "--force")
-    assert run("weights", "export", trained, out, *words) == 0
-    assert "torch.distributed.checkpoint" in capsys.readouterr().out
+    cli("weights", "export", trained, out, *words)
+    assert "torch.distributed.checkpoint" in cli.out
     name = "embedding.weight"
     found = {f"model.{name}": torch.zeros(1), f"exp_avg.{name}": torch.zeros(1)}
     found = {key: torch.zeros_like(right[key]) for key in found}
     dcp.load(found, checkpoint_id=str(out), no_dist=True)
     assert torch.equal(found[f"model.{name}"], right[f"model.{name}"].bfloat16().float())
     assert torch.equal(found[f"exp_avg.{name}"], right[f"exp_avg.{name}"])
-    assert run("weights", "export", trained, out, "--force") == 2
-    assert "contains files that are not of an export" in capsys.readouterr().err
+    assert "contains files that are not of an export" in cli(
+        "weights", "export", trained, out, "--force", status=2
+    )
 
 
-def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, capsys):
+def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, cli):
     sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
-    assert run("weights", "export", tmp_path, tmp_path / "out") == 2
-    assert "has no intact checkpoint" in capsys.readouterr().err
-    assert run("train", "--weights", tmp_path / "nothing", *sizes) == 2
-    assert "cannot be read (No such file" in capsys.readouterr().err
+    assert "has no intact checkpoint" in cli(
+        "weights", "export", tmp_path, tmp_path / "out", status=2
+    )
+    assert "cannot be read (No such file" in cli(
+        "train", "--weights", tmp_path / "nothing", *sizes, status=2
+    )
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
-    assert run("train", "--weights", tmp_path, *sizes) == 2
-    assert "unsupported model type 'gemma2'" in capsys.readouterr().err
+    assert "unsupported model type 'gemma2'" in cli(
+        "train", "--weights", tmp_path, *sizes, status=2
+    )
 
 
 @pytest.mark.slow
-def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, capsys):
+def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, cli):
     weights = folder(catalog.model("llama-tiny"), tmp_path / "llama")
     sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
-    assert run("train", "--weights", weights, "--model", "llama-mini", *sizes) == 1
-    said = capsys.readouterr().err
+    cli("train", "--weights", weights, "--model", "llama-mini", *sizes, status=1)
+    said = cli.err
     assert "illegal" in said
     assert "the model 8" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--tp=4", "--pp=4", "--pp=2 --cp=2", "--dp=2x2"])
-def test_every_axis_begins_from_the_same_weights(tmp_path, capsys, layout):
+def test_every_axis_begins_from_the_same_weights(tmp_path, cli, layout):
     shape = catalog.shape(
         "llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=512, tied=True
     )
@@ -158,8 +150,8 @@ def test_every_axis_begins_from_the_same_weights(tmp_path, capsys, layout):
     sizes = ("--seq-len", SEQ_LEN, "--global-batch", "4", "--precision", "fp32", "--steps", "1")
     still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
     ranks = ("--gpus", "4", *layout.split())
-    assert run("train", "--weights", weights, "--out", trained, *ranks, *sizes, *still) == 0
-    assert run("weights", "export", trained, out) == 0
+    cli("train", "--weights", weights, "--out", trained, *ranks, *sizes, *still)
+    cli("weights", "export", trained, out)
     before, after = tensors(weights), tensors(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

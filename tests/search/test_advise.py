@@ -154,17 +154,8 @@ def test_shapes_are_compared_by_days(cli) -> None:
 
 
 def test_text_md_and_csv(cli) -> None:
-    words = [
-        "advise",
-        "--gpu",
-        "h100-80gb",
-        "--model",
-        "llama-3.1-8b",
-        "--tp",
-        "2",
-        "--vocab",
-        "50257",
-    ]
+    words = ["advise", "--gpu", "h100-80gb", "--model", "llama-3.1-8b", "--tp", "2", "--vocab",
+             "50257"]  # fmt: skip
     text = cli(*words)
     assert "hidden 4096" in text
     assert "in the output layer" in text

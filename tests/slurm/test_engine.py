@@ -174,18 +174,9 @@ def test_a_detached_run_that_hangs_is_ended_by_its_script(user: User) -> None:
 @pytest.mark.parametrize("queue", ["each", "array", "allocation"])
 def test_the_planners_choices_by_an_engine_on_a_site(user: User, queue: str) -> None:
     user.write_site(queue=queue)
-    plan = [
-        "sweep",
-        "--from-plan",
-        "2",
-        "--model",
-        "llama-2-7b",
-        "--gpus",
-        "4",
-        "--seq-len",
-        "2048",
-    ]
-    plan += ["--global-batch", "32", "--precision", "bf16", "--cluster", "mosaic-a100"]
+    plan = ["sweep", "--from-plan", "2", "--model", "llama-2-7b", "--gpus", "4", "--seq-len",
+            "2048", "--global-batch", "32", "--precision", "bf16", "--cluster",
+            "mosaic-a100"]  # fmt: skip
     swept = user.ask(*plan, "--engine", engine(user, "ok"))
     assert (swept["total"], swept["ok"]) == (2, 2)
     jobs = {run["environment"]["slurm.job"].partition("_")[0] for run in user.runs()}
