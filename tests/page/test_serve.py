@@ -513,7 +513,5 @@ def test_a_stored_text_with_half_a_character_is_served(tmp_path) -> None:
 
 
 def test_a_wrong_port_or_host_is_said(cli) -> None:
-    from fourfold import cli
-
     assert "--token" in cli("serve", "--host", "0.0.0.0", status=2)
     assert "port" in cli("serve", "--port", "999999", status=2)
