@@ -143,6 +143,14 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+def short_s(seconds: float) -> str:
+    """Three digits are more than any prediction is worth; '-' for nothing."""
+    if abs(seconds) < 5e-4:
+        return "-"
+    digits = 0 if seconds >= 100 else 1 if seconds >= 10 else 2 if seconds >= 0.1 else 3
+    return f"{seconds:.{digits}f}"
+
+
 def show_count(count: float) -> str:
     """Parameters and FLOPs for people: 6738415616 -> '6.74B'."""
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

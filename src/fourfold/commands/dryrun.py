@@ -16,10 +16,10 @@ from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.result.one_rank import RESERVED_RATIO
-from fourfold.show.table import Grid, Part
+from fourfold.show.table import Part, named, table
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import run_of
-from fourfold.units import counted, show_bytes, show_count
+from fourfold.units import counted, show_bytes
 
 EXAMPLES = """\
 examples:
@@ -42,26 +42,18 @@ def run(args: Any, show: OnEvent) -> Output:
 
 
 def _page(answer: Any) -> list[Part]:
-    spec, worst = answer.spec, answer.worst
+    spec, worst, moved = answer.spec, answer.worst, answer.moved_bytes
     axes = [axis for axis in AXES if spec.layout.size(axis) > 1]
-    rows = [
-        [
-            str(one.stage),
-            str(one.rank),
-            show_count(one.params),
-            show_bytes(one.state_bytes),
-            show_bytes(one.activation_bytes),
-            show_bytes(one.peak_bytes),
-            one.peak_phase,
-            show_count(one.flops),
-            *(show_bytes(answer.moved_bytes(one, axis)) for axis in axes),
-        ]
-        for one in answer.counts
-    ]
-    headings = ["stage", "rank", "params", "state", "activations", "peak", "at", "FLOPs", *axes]
+    counts = table(
+        answer.counts,
+        *named("stage", "rank", "params:count", "state=state_bytes:bytes"),
+        *named("activations=activation_bytes:bytes", "peak=peak_bytes:bytes", "at=peak_phase"),
+        *named("FLOPs=flops:count"),
+        *((axis, lambda one, axis=axis: show_bytes(moved(one, axis))) for axis in axes),
+    )
     low, high = RESERVED_RATIO
     return [
-        Grid(headings, rows),
+        counts,
         "",
         f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step; "
         f"{', '.join(AXES)}: payload of collectives",

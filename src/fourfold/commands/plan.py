@@ -32,10 +32,9 @@ from fourfold.show.plan import (
     page,
     source,
 )
-from fourfold.show.plan_notes import short_s
 from fourfold.show.schedule_picture import SUFFIXES, picture
 from fourfold.show.table import Grid, Part, or_dash
-from fourfold.units import counted, show_count
+from fourfold.units import counted, short_s, show_count
 from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.requests import PlanRequest, decided
 

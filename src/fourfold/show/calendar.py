@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.pictures import content, empty_figure
-from fourfold.show.plan import short_s
 from fourfold.show.table import Grid, Part, named, table
-from fourfold.units import show_bytes, show_count
+from fourfold.units import short_s, show_bytes, show_count
 
 if TYPE_CHECKING:
     from fourfold.verbs.calendar_request import Calendar, CalendarPoint
@@ -69,8 +68,7 @@ def _points(answer: Calendar) -> Grid:
         ("s/step", lambda one: "; ".join(map(short_s, one.step_s))),
         ("days", lambda one: f"{one.days:.1f}"),
         ("days 80%", days),
-        ("GPU-hours", lambda one: f"{one.gpu_hours:,.0f}"),
-        ("effective", lambda one: f"{100 * one.effective:.1f}%"),
+        *named("GPU-hours=gpu_hours:,.0f", "effective:.1%"),
     ]
     if any(one.cost is not None for one in ended):
         columns.append(("cost", lambda one: f"{one.cost or 0.0:,.0f}"))

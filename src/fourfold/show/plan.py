@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fourfold.show.plan_notes import capacities, compared, routing, searched, short_s
+from fourfold.show.plan_notes import capacities, compared, routing, searched
 from fourfold.show.table import Column, Grid, Part, named, table
-from fourfold.units import counted
+from fourfold.units import counted, short_s
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow
@@ -44,19 +44,19 @@ def _about(plan: PlanAnswer) -> str:
 
 def _engines(plan: PlanAnswer) -> Iterable[Part]:
     """The best of each engine side by side, where none was asked for."""
-    best = [(one, one.row) for one in plan.engines if one.row is not None]
+    best = [one for one in plan.engines if one.row is not None]
     if not best:
         return
     yield f"{BEST_OF_EACH} (--stack NAME lists more, --export NAME writes its settings):"
-    days = any(row.training_s for _, row in best)
-    heads = ["engine", "layout", "micro", "sharding", "recompute", "s/step", "s 80%", "fits"]
-    rows = [
-        [one.engine, str(row), str(row.micro_batch), row.policy.sharding, row.policy.recompute,
-         short_s(row.step_s), f"{short_s(row.step_s_low)}-{short_s(row.step_s_high)}",
-         f"{100 * row.fit_chance:.0f}%", *([f"{_days(row):.1f}"] if days else [])]
-        for one, row in best
-    ]  # fmt: skip
-    yield Grid([*heads, *(["days"] if days else [])], rows)
+    dated: Column = "days", lambda one: f"{_days(one.row):.1f}"
+    yield table(
+        best,
+        *named("engine", "layout=row", "micro=row.micro_batch", "sharding=row.policy.sharding"),
+        *named("recompute=row.policy.recompute", "s/step=row.step_s:short"),
+        ("s 80%", lambda one: f"{short_s(one.row.step_s_low)}-{short_s(one.row.step_s_high)}"),
+        *named("fits=row.fit_chance:.0%"),
+        *([dated] if any(one.row.training_s for one in best if one.row) else ()),
+    )
     for one in plan.engines:
         if one.row is None:
             yield f"{one.engine}: {one.reason}"
@@ -212,7 +212,7 @@ _ALWAYS: tuple[Column, ...] = (
     *named("#=rank"),
     ("layout", str),
     *named("micro=micro_batch", "sharding=policy.sharding", "recompute=policy.recompute"),
-    ("s/step", lambda row: short_s(row.step_s)),
+    *named("s/step=step_s:short"),
     ("GiB", lambda row: f"{row.peak_bytes / GIB:.1f}"),
     *named("fits=fit_chance:.0%"),
 )

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fourfold.show.table import Grid
+from fourfold.show.table import Grid, named, table
+from fourfold.units import short_s
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import MeasuredBest, PlanAnswer, PlanRow
@@ -68,24 +69,13 @@ def routing(plan: PlanAnswer) -> Iterable[str]:
 def capacities(plan: PlanAnswer) -> list[Grid]:
     if plan.routed is None or not plan.routed.capacities:
         return []
-    headings = ("capacity", "s/step", "GiB", "dropped tokens", "or steps run again", "s/step then")
-    rows = [
-        (
-            f"{one.factor:.2f}" if one.factor else "none",
-            short_s(one.step_s),
-            f"{one.peak_bytes / 2**30:.1f}",
-            f"{one.dropped:.1%}",
-            f"{one.overflows:.0%}" if one.factor else "-",
-            short_s(one.again_s),
-        )
-        for one in plan.routed.capacities
-    ]
-    return [Grid(headings, rows)]
-
-
-def short_s(seconds: float) -> str:
-    """Three digits are more than any prediction is worth; '-' for nothing."""
-    if abs(seconds) < 5e-4:
-        return "-"
-    digits = 0 if seconds >= 100 else 1 if seconds >= 10 else 2 if seconds >= 0.1 else 3
-    return f"{seconds:.{digits}f}"
+    shown = table(
+        plan.routed.capacities,
+        ("capacity", lambda one: f"{one.factor:.2f}" if one.factor else "none"),
+        *named("s/step=step_s:short"),
+        ("GiB", lambda one: f"{one.peak_bytes / 2**30:.1f}"),
+        *named("dropped tokens=dropped:.1%"),
+        ("or steps run again", lambda one: f"{one.overflows:.0%}" if one.factor else "-"),
+        *named("s/step then=again_s:short"),
+    )
+    return [shown]

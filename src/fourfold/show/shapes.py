@@ -114,13 +114,11 @@ def flops_page(answer: Flops) -> list[Part]:
     from fourfold.cost.count.flops import CONVENTIONS  # 3 ms that 'models' does not need
 
     counted = table(
-        answer.conventions.items(),
-        ("convention", lambda one: one[0]),
-        ("GFLOP/token", lambda one: f"{one[1].flops_per_token / 1e9:.3f}"),
-        ("TFLOP/s/GPU", lambda one: or_dash(one[1].tflops_gpu, ".2f")),
-        ("MFU %", lambda one: or_dash(one[1].mfu_pct, ".2f")),
-        ("HFU %", lambda one: or_dash(one[1].hfu_pct, ".2f")),
-        ("formula", lambda one: CONVENTIONS[one[0]].formula),
+        answer.rows(),
+        *named("convention"),
+        ("GFLOP/token", lambda one: f"{one['flops_per_token'] / 1e9:.3f}"),
+        *named("TFLOP/s/GPU=tflops_gpu:.2f", "MFU %=mfu_pct:.2f", "HFU %=hfu_pct:.2f"),
+        ("formula", lambda one: CONVENTIONS[one["convention"]].formula),
     )
     active = ""
     if answer.active_params is not None:

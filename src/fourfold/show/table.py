@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fourfold import escape
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
-from fourfold.units import show_bytes, show_seconds
+from fourfold.units import short_s, show_bytes, show_count, show_seconds
 
 _THOUSANDS = r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z"
 
@@ -25,7 +25,9 @@ class Grid(NamedTuple):
 Part = str | Grid
 # A heading, and the cell of an item under it.
 Column = tuple[str, Callable[[Any], str]]
-_FORMS: dict[str, Callable[[float], str]] = {"bytes": show_bytes, "seconds": show_seconds}
+_FORMS: dict[str, Callable[[float], str]] = {
+    "bytes": show_bytes, "count": show_count, "seconds": show_seconds, "short": short_s,
+}  # fmt: skip
 
 
 def table(items: Iterable[Any], *columns: Column) -> Grid:
@@ -36,8 +38,8 @@ def table(items: Iterable[Any], *columns: Column) -> Grid:
 
 def named(*texts: str) -> list[Column]:
     """Columns of fields, each under its own name or as in 'heading=field'. With a form it is a
-    number, '-' where there is none: 'heading=field:.1f', or in bytes or seconds. Items are objects
-    or tables; 'score.rows' is the field of a field."""
+    number, '-' where there is none: 'heading=field:.1f', or one of ours, such as 'field:bytes'.
+    Items are objects or tables; 'score.rows' is the field of a field."""
     return [*map(_named, texts)]
 
 
