@@ -23,10 +23,10 @@ from fourfold.result.job import Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site
-from fourfold.verbs.engines import EngineTemplate
+from fourfold.verbs.engines import EngineTemplate, TemplateRuns
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest
-from fourfold.verbs.sites import TemplateRuns, left_to, submission, work_folder
+from fourfold.verbs.sites import left_to, submission, work_folder
 from tests.cli import Cli
 
 COMMANDS = {

@@ -1,24 +1,41 @@
-"""Other engines by a command template, which gets a run's exported settings."""
+"""Other engines by a command template, which gets a run's exported settings; its log becomes the
+report."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from fourfold import files
 from fourfold.cost.stacks import RELEASES
 from fourfold.errors import UserError, inside, nearest
-from fourfold.launch.permit import gpu_count
-from fourfold.logs.book import READERS
+from fourfold.launch.campaign import Say
+from fourfold.launch.command import Ended, Watch, run_command
+from fourfold.launch.outcomes import tail
+from fourfold.launch.permit import Permit, gpu_count
+from fourfold.launch.queue import Work
+from fourfold.launch.slurm import Slurm
+from fourfold.launch.slurm_command import follow_command, node_script
+from fourfold.logs.book import READERS, step_words
+from fourfold.result.files.stored import seal
+from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
+from fourfold.result.report import RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.spec import Cluster, RunSpec, catalog, check, codec
+from fourfold.spec import RunSpec, catalog, check, codec
 from fourfold.spec.site import Env, Site, require_form
+from fourfold.verbs.engine_log import EngineLog
+from fourfold.verbs.machine import Predictor
 
 _DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
+_ENDS_ITSELF_S = 60.0
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 # By these the nodes of a run meet, and its processes are found again.
 _RESERVED = re.compile(r"MASTER_ADDR|MASTER_PORT|NODE_RANK|FOURFOLD_\w*")
@@ -77,32 +94,6 @@ def engine_template(name: str) -> EngineTemplate:
         return codec.decode(EngineTemplate, {"name": Path(path).stem.lower(), **data})
 
 
-# --- one run
-
-
-def setup_of(spec: RunSpec, stack: str, cluster: Cluster | None, site: Site | None = None) -> Setup:
-    """`site`: where it runs, which then says how many GPUs a host has."""
-    host_gpus = cluster.host_gpus if cluster else gpu_count() or min(8, spec.gpus)
-    if site is not None:
-        host_gpus = site.gpus_per_node
-    return Setup(
-        model=spec.model,
-        layout=spec.layout,
-        batch=spec.batch,
-        policy=spec.policy,
-        host_gpus=host_gpus,
-        stack=stack,
-        device=cluster.device.id if cluster else "",
-        model_name=spec.model.name,
-    )
-
-
-def settings_files(template: EngineTemplate, setup: Setup) -> dict[str, str]:
-    """What the command finds in {settings}: our run file, and the engine's own files."""
-    own = exports.write_folder(template.export, setup) if template.export else {}
-    return {"run.toml": run_file(setup)} | own
-
-
 def filled(word: str, places: Mapping[str, object]) -> str:
     """The word with its {places} filled in; one that nobody knows is refused."""
 
@@ -116,25 +107,6 @@ def filled(word: str, places: Mapping[str, object]) -> str:
     return _PLACE.sub(value, word)
 
 
-def places_of(spec: RunSpec, setup: Setup, settings: Path) -> dict[str, object]:
-    return {
-        "settings": settings,
-        "model": spec.model.name,
-        "gpus": spec.gpus,
-        "hosts": setup.hosts,
-        "per_host": setup.per_host,
-        "iterations": spec.warmup + spec.steps,
-        "warmup": spec.warmup,
-        "seq_len": spec.batch.seq_len,
-        "micro_batch": spec.batch.micro_batch,
-        "global_batch": spec.batch.global_batch,
-        "precision": spec.policy.precision,
-        "sharding": spec.policy.sharding,
-        "recompute": spec.policy.recompute,
-        **spec.layout.sizes,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Filled:
     """A template's words for one run, and the files of its settings by name."""
@@ -144,28 +116,123 @@ class Filled:
     settings: dict[str, str]
 
 
-def filled_template(
-    template: EngineTemplate, spec: RunSpec, setup: Setup, settings: Path, granted: Env
-) -> Filled:
-    """`settings`: the folder that will hold them; `granted`: variables of the command line."""
-    places = places_of(spec, setup, settings)
-    env = {name: filled(value, places) for name, value in template.env}
-    return Filled(
-        command=[filled(word, places) for word in template.command],
-        env=env | dict(spec.policy.env) | dict(granted),
-        settings=settings_files(template, setup),
-    )
+@dataclass(frozen=True, slots=True)
+class TemplateRuns:
+    """Runs specs by a template, each in its work folder. `site`: where they run, which then says
+    how many GPUs a host has."""
 
+    template: EngineTemplate
+    known: Predictor
+    permit: Permit
+    site: Site | None = None
 
-def unsupported(template: EngineTemplate, setup: Setup) -> str:
-    """Why the engine has no settings for a run, '' where it has."""
-    try:
-        settings_files(template, setup)
-    except UserError as error:
-        return str(error)
-    if template.export and setup.layout.world % setup.per_host:
-        return (
-            f"gpus = {setup.layout.world} is not a multiple of the {setup.per_host} of a host, on "
-            "each of which the engine starts equally many ranks"
+    def _setup(self, spec: RunSpec) -> Setup:
+        cluster = self.known.cluster
+        host_gpus = cluster.host_gpus if cluster else gpu_count() or min(8, spec.gpus)
+        return Setup(
+            model=spec.model,
+            layout=spec.layout,
+            batch=spec.batch,
+            policy=spec.policy,
+            host_gpus=self.site.gpus_per_node if self.site is not None else host_gpus,
+            stack=self.known.stack,
+            device=cluster.device.id if cluster else "",
+            model_name=spec.model.name,
         )
-    return ""
+
+    def _settings(self, setup: Setup) -> dict[str, str]:
+        """What the command finds in {settings}: our run file, and the engine's own files."""
+        export = self.template.export
+        own = exports.write_folder(export, setup) if export else {}
+        return {"run.toml": run_file(setup)} | own
+
+    def unsupported(self, spec: RunSpec) -> str:
+        """Why the engine has no settings for a run, '' where it has."""
+        setup = self._setup(spec)
+        try:
+            self._settings(setup)
+        except UserError as error:
+            return str(error)
+        if self.template.export and spec.layout.world % setup.per_host:
+            return (
+                f"gpus = {spec.layout.world} is not a multiple of the {setup.per_host} of a host, "
+                "on each of which the engine starts equally many ranks"
+            )
+        return ""
+
+    def filled(self, spec: RunSpec, folder: Path) -> Filled:
+        setup = self._setup(spec)
+        places: dict[str, object] = {
+            "settings": folder / SETTINGS,
+            "model": spec.model.name,
+            "gpus": spec.gpus,
+            "hosts": setup.hosts,
+            "per_host": setup.per_host,
+            "iterations": spec.warmup + spec.steps,
+            "warmup": spec.warmup,
+            "seq_len": spec.batch.seq_len,
+            "micro_batch": spec.batch.micro_batch,
+            "global_batch": spec.batch.global_batch,
+            "precision": spec.policy.precision,
+            "sharding": spec.policy.sharding,
+            "recompute": spec.policy.recompute,
+            **spec.layout.sizes,
+        }
+        env = {name: filled(value, places) for name, value in self.template.env}
+        return Filled(
+            command=[filled(word, places) for word in self.template.command],
+            env=env | dict(spec.policy.env) | dict(self.permit.env),
+            settings=self._settings(setup),
+        )
+
+    def here(self, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        ready, settings = self.filled(spec, folder), folder / SETTINGS
+        settings.mkdir(parents=True, exist_ok=True)
+        for name, text in ready.settings.items():
+            files.write_text(settings / name, text)
+        run = partial(run_command, ready.command, ready.env, folder)
+        return self._watched(spec, say, run)
+
+    def work(self, spec: RunSpec, place: Path) -> Work:
+        """What a site gets for it: settings, the script of a node, and a job that is another one
+        when its words, variables or settings change, and the same wherever it is asked for."""
+        ready = self.filled(spec, place)
+        script = node_script(ready.command, ready.env, folder=place, cwd=Path.cwd())
+        words = codec.json_of(asdict(ready))
+        options = (
+            ("command", shlex.join(ready.command)),
+            ("engine", self.template.name),
+            ("steps", step_words(self.template.reader)),
+            ("work_crc32", f"{zlib.crc32(words.encode()):08x}"),
+        )
+        named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}
+        job = Job(job="engine", specs=(spec,), options=options)
+        return Work(job, {**named, ENGINE_FILE: script})
+
+    def on_site(self, slurm: Slurm, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        job = self.work(spec, folder).job
+        report = self._watched(spec, say, partial(follow_command, slurm, job, folder))
+        whole = JobReport(job=job.job, outcome=report.outcome, seconds=0.0, runs=(report,))
+        files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(whole)), own=True)
+        return report
+
+    def _watched(self, spec: RunSpec, say: Say, run: Callable[[Watch], Ended]) -> RunReport:
+        cluster, template = self.known.cluster, self.template
+        log = EngineLog(
+            spec,
+            name=template.name,
+            stack=self.known.stack,
+            reader=template.reader,
+            device=cluster.device.name if cluster else "",
+        )
+        watch = Watch(
+            take=log.take,
+            start_limit_s=spec.start_limit_s,
+            step_limit_s=spec.step_limit_s,
+            enough=spec.warmup + spec.steps,
+            grace_s=_ENDS_ITSELF_S if template.ends_itself else 0.0,
+            say=say,
+        )
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        ended = run(watch)
+        return replace(log.report(ended, tail(ended.log)), started_at=started_at)

@@ -1,16 +1,12 @@
-"""Where a job runs: this host, or a site whose scheduler is asked for it; and runs of bench and
-sweep by another engine, whose log becomes the report."""
+"""Where a job runs: this host, or a site whose scheduler is asked for it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import shlex
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,36 +15,21 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, progress, warnings
 from fourfold.launch.batch_script import BatchJob
-from fourfold.launch.campaign import Campaign, Say, launch_run
-from fourfold.launch.command import Ended, Watch, run_command
+from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.folder import job_folder, scratch
 from fourfold.launch.identity import claim
 from fourfold.launch.local import JobError, require_torch
-from fourfold.launch.outcomes import tail
 from fourfold.launch.permit import Permit, said_if_not_alone
 from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
-from fourfold.launch.slurm_command import follow_command, node_script
-from fourfold.logs.book import step_words
 from fourfold.result.files.store import Store
-from fourfold.result.files.stored import seal
-from fourfold.result.job import ENGINE_FILE, JOB_FILE, REPORT_FILE, Job, JobReport
+from fourfold.result.job import JOB_FILE, Job
 from fourfold.result.report import RunReport
-from fourfold.search.export.setup import Setup
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
-from fourfold.verbs.engine_log import EngineLog
-from fourfold.verbs.engines import (
-    SETTINGS,
-    EngineTemplate,
-    Filled,
-    engine_template,
-    filled_template,
-    setup_of,
-    unsupported,
-)
+from fourfold.verbs.engines import EngineTemplate, TemplateRuns, engine_template
 from fourfold.verbs.machine import Predictor, predictor, read_calibration
 from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest, SweepRequest
 
@@ -165,81 +146,6 @@ def left_to(site: Site | None, job: Job, *, only_print: bool) -> Submission:
 
 def launcher_of(site: Site | None) -> Slurm | None:
     return Slurm(site) if site else None
-
-
-_ENDS_ITSELF_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateRuns:
-    """Runs specs by a template, each in its work folder."""
-
-    template: EngineTemplate
-    known: Predictor
-    permit: Permit
-    site: Site | None = None
-
-    def setup(self, spec: RunSpec) -> Setup:
-        return setup_of(spec, self.known.stack, self.known.cluster, self.site)
-
-    def unsupported(self, spec: RunSpec) -> str:
-        return unsupported(self.template, self.setup(spec))
-
-    def filled(self, spec: RunSpec, folder: Path) -> Filled:
-        granted = self.permit.env
-        return filled_template(self.template, spec, self.setup(spec), folder / SETTINGS, granted)
-
-    def here(self, spec: RunSpec, folder: Path, say: Say) -> RunReport:
-        ready, settings = self.filled(spec, folder), folder / SETTINGS
-        settings.mkdir(parents=True, exist_ok=True)
-        for name, text in ready.settings.items():
-            files.write_text(settings / name, text)
-        run = partial(run_command, ready.command, ready.env, folder)
-        return self._watched(spec, say, run)
-
-    def work(self, spec: RunSpec, place: Path) -> Work:
-        """What a site gets for it: settings, the script of a node, and a job that is another one
-        when its words, variables or settings change, and the same wherever it is asked for."""
-        ready = self.filled(spec, place)
-        script = node_script(ready.command, ready.env, folder=place, cwd=Path.cwd())
-        words = codec.json_of(asdict(ready))
-        options = (
-            ("command", shlex.join(ready.command)),
-            ("engine", self.template.name),
-            ("steps", step_words(self.template.reader)),
-            ("work_crc32", f"{zlib.crc32(words.encode()):08x}"),
-        )
-        named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}
-        job = Job(job="engine", specs=(spec,), options=options)
-        return Work(job, {**named, ENGINE_FILE: script})
-
-    def on_site(self, slurm: Slurm, spec: RunSpec, folder: Path, say: Say) -> RunReport:
-        job = self.work(spec, folder).job
-        report = self._watched(spec, say, partial(follow_command, slurm, job, folder))
-        whole = JobReport(job=job.job, outcome=report.outcome, seconds=0.0, runs=(report,))
-        files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(whole)), own=True)
-        return report
-
-    def _watched(self, spec: RunSpec, say: Say, run: Callable[[Watch], Ended]) -> RunReport:
-        cluster, template = self.known.cluster, self.template
-        log = EngineLog(
-            spec,
-            name=template.name,
-            stack=self.known.stack,
-            reader=template.reader,
-            device=cluster.device.name if cluster else "",
-        )
-        watch = Watch(
-            take=log.take,
-            start_limit_s=spec.start_limit_s,
-            step_limit_s=spec.step_limit_s,
-            enough=spec.warmup + spec.steps,
-            grace_s=_ENDS_ITSELF_S if template.ends_itself else 0.0,
-            say=say,
-        )
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        ended = run(watch)
-        return replace(log.report(ended, tail(ended.log)), started_at=started_at)
 
 
 def asked_template(request: MeasureRequest) -> EngineTemplate | None:
