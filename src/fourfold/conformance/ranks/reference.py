@@ -234,12 +234,6 @@ def decode(w: dict[str, Tensor], x: Tensor, t: Tiny, margins: list[float] | None
     return rms_norm(h, w["norm"], t.eps) @ w["embed" if t.tied else "head"].T
 
 
-def objective(w: dict[str, Tensor], x: Tensor, y: Tensor, m: Tensor, t: Tiny) -> Tensor:
-    """The sum of the targets' losses: what engines divide in different ways."""
-    ce = F.cross_entropy(decode(w, x, t).flatten(0, 1), y.flatten(), reduction="none")
-    return (ce * m.flatten().to(ce)).sum()
-
-
 def mean_of_means(ce: Tensor, m: Tensor, rows: int, cp: int) -> Tensor:
     """The mean of groups of `rows` sequences; of each context rank's head and tail chunk alone."""
     chunk = torch.arange(m.shape[1]) * 2 * cp // m.shape[1]
