@@ -25,6 +25,8 @@ _MOST_COMPARED = 50
 # Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
 _APART = 1.15
 _LAYOUT = (*MODEL_AXES, "micro_batch")
+# Whether equal values of two rows would be a copy.
+Related = Callable[[Record, Record], bool]
 
 
 def swapped_values(file: TablesFile) -> Iterator[Finding]:
@@ -178,9 +180,7 @@ def copied_cell(file: TablesFile) -> Iterator[Finding]:
             yield from _copies(rows, "tflops_gpu", _REFERENCE_DIGITS, _other_config)
 
 
-def _copies(
-    rows: list[Record], name: str, digits: int, related: Callable[[Record, Record], bool]
-) -> Iterator[Finding]:
+def _copies(rows: list[Record], name: str, digits: int, related: Related) -> Iterator[Finding]:
     # Trailing zeros are often dropped ('182.6'): the table's longest cell tells its precision.
     shown = "model_tflop" if name == "tflops_gpu" and rows and rows[0].style == "mpt" else name
     places = max((cells.decimals(record.text(shown)) for record in rows), default=0)
@@ -203,9 +203,7 @@ def _copies(
                 break
 
 
-def _beyond_chance(
-    rows: list[Record], name: str, related: Callable[[Record, Record], bool], unit: float
-) -> Callable[[Record, Record], bool]:
+def _beyond_chance(rows: list[Record], name: str, related: Related, unit: float) -> Related:
     """Which equal pairs are copies. In a table of hundreds of cells some agree by chance; there
     only neighbours count, since a slip of the hand lands next to its source."""
 
@@ -218,9 +216,7 @@ def _beyond_chance(
     return lambda one, other: False
 
 
-def _expected(
-    rows: list[Record], name: str, is_copy: Callable[[Record, Record], bool], unit: float
-) -> float:
+def _expected(rows: list[Record], name: str, is_copy: Related, unit: float) -> float:
     """Equal pairs that chance would give, from pairs that differ by a few last digits: each of the
     distances 1 to _NEAR holds twice as many pairs as the distance 0."""
     ordered = sorted(rows, key=lambda record: getattr(record, name))

@@ -25,6 +25,7 @@ from fourfold.verbs.runs import TRIAL_TAG
 from fourfold.verbs.sites import Submission, campaign_of, engine_predictor, site_of, submission
 
 MOST_TRIALS = 6
+AnyRun = RunSpec | Mapping[str, Any]  # or its table
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,7 @@ class Benched(Answer):
 
 
 def described(
-    run: RunSpec | Mapping[str, Any],
-    *,
-    ranks: int | None = None,
-    is_ours: bool = True,
-    site: Site | None = None,
+    run: AnyRun, *, ranks: int | None = None, is_ours: bool = True, site: Site | None = None
 ) -> RunSpec:
     """A RunSpec as it is. A run's table that does not say so is compiled if its `ranks` compute on
     GPUs of their own, by our engine; a split backward pass (zero-bubble) can't be."""
@@ -70,10 +67,7 @@ def permit_of(request: Start) -> Permit:
 
 
 def bench(
-    run: RunSpec | Mapping[str, Any],
-    request: BenchRequest | None = None,
-    *,
-    on_event: OnEvent = ignore,
+    run: AnyRun, request: BenchRequest | None = None, *, on_event: OnEvent = ignore
 ) -> Benched:
     """Run and store it, once by each engine that is asked for; an illegal run is stored too, with
     its reasons."""
@@ -85,9 +79,7 @@ def bench(
     return Benched(tuple(done for one in alone for done in _by_one_engine(run, one, on_event)))
 
 
-def _by_one_engine(
-    run: RunSpec | Mapping[str, Any], request: BenchRequest, on_event: OnEvent
-) -> list[dict[str, Any]]:
+def _by_one_engine(run: AnyRun, request: BenchRequest, on_event: OnEvent) -> list[dict[str, Any]]:
     campaign, known, spec = _prepared(run, request, on_event)
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec, known)
@@ -117,9 +109,7 @@ def asked_engines(request: BenchRequest) -> Sequence[str | None]:
     return names
 
 
-def submit_bench(
-    run: RunSpec | Mapping[str, Any], request: BenchRequest, *, on_event: OnEvent = ignore
-) -> Submission:
+def submit_bench(run: AnyRun, request: BenchRequest, *, on_event: OnEvent = ignore) -> Submission:
     """Leave the runs to the site's scheduler; `bench` with the same run follows them. With
     `print_launch` nothing is submitted."""
     rule = "must be a single one for a run that nobody follows"
@@ -138,7 +128,7 @@ def submit_bench(
 
 
 def _prepared(
-    run: RunSpec | Mapping[str, Any], request: BenchRequest, on_event: OnEvent
+    run: AnyRun, request: BenchRequest, on_event: OnEvent
 ) -> tuple[Campaign, Predictor, RunSpec]:
     is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
     site = site_of(request)

@@ -38,6 +38,8 @@ from fourfold.verbs.train_start import (
     prepared,
 )
 
+TrainTable = Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingState(Answer):
@@ -50,12 +52,7 @@ class TrainingState(Answer):
         return self.facts
 
 
-def train(
-    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
-    request: TrainRequest,
-    *,
-    on_event: OnEvent = ignore,
-) -> TrainingState:
+def train(run: TrainTable, request: TrainRequest, *, on_event: OnEvent = ignore) -> TrainingState:
     """`run`: a run's table with a [train] table; or a function that makes it of what the folder
     was trained with."""
     folder, spec, settings = _asked(run, request, on_event)
@@ -74,10 +71,7 @@ def train(
 
 
 def submit_train(
-    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
-    request: TrainRequest,
-    *,
-    on_event: OnEvent = ignore,
+    run: TrainTable, request: TrainRequest, *, on_event: OnEvent = ignore
 ) -> Submission:
     """Leave the training to the site's scheduler; `train` in the same folder follows it. With
     `print_launch` nothing is submitted."""
@@ -101,9 +95,7 @@ def submit_train(
 
 
 def _asked(
-    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
-    request: TrainRequest,
-    on_event: OnEvent,
+    run: TrainTable, request: TrainRequest, on_event: OnEvent
 ) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
     hint = "name a folder for it, as --out trained"
     folder = TrainingFolder(check.given(request.out, "out", hint))
