@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
-from fourfold.result.timing import timing
+from fourfold.result.timing import Timing, timing
 from fourfold.units import counted
 
 # Known work before and after the steps may differ by this much on a healthy machine.
 _PROBE_CHANGE = 0.05
 # The window's wall clock against the steps' own times: more means somebody waited between steps.
 _WINDOW_GAP = 0.10
+# Times the slow end of what was predicted that 16 bits take on a CPU without instructions for them.
+_EMULATED = 3.0
 # Driver's reasons that cost speed, by bit and in words; an idle GPU (1), a set clock (2) or one
 # kept in step with others (0x10) is no fault of the run. From NVML's list of clock event reasons.
 _SLOWING = {
@@ -56,7 +58,18 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"the first {slow} slower and left out")
     if known is not None and known.high_s > 1.2 * known.low_s:
         doubts.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
-    return doubts
+    return doubts + _emulation_flags(report, known)
+
+
+def _emulation_flags(report: RunReport, known: Timing | None) -> list[str]:
+    kind, said = report.spec.policy.dtypes.compute, report.predicted
+    on_gpu = "cuda" in dict(report.environment)
+    if on_gpu or kind not in ("bf16", "fp16") or known is None or said is None:
+        return []
+    if known.step_s <= _EMULATED * said.step_s_high:
+        return []
+    times = f"{known.step_s / said.step_s:.0f} times the predicted seconds"
+    return [f"{times}: a CPU without {kind} instructions? Try --precision fp32"]
 
 
 def throttles(reasons: str) -> list[str]:
