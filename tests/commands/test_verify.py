@@ -65,3 +65,9 @@ def test_families_have_experts_where_experts_are_asked_about(specs, words, has_e
     assert main(["verify", "--world", "2", "--format", "json", *words]) in (0, 1)
     expected = {"mixtral", "deepseek"} if has_experts else {"mpt", "gpt", "llama"}
     assert {spec.model.family for spec in specs} == expected
+
+
+def test_a_fault_is_planted_where_it_can_exist(specs):
+    words = ["verify", "--world", "2", "--break", "expert-norm-twice", "--format", "json"]
+    main(words)
+    assert {spec.policy.sharding for spec in specs} == {"zero0"}

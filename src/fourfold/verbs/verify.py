@@ -99,7 +99,8 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
     models = tuple(model(name) for name in names)
     for shape in models:
         _must_run(shape)
-    fixed: dict[str, Any] = {"precision": request.precision, **request.policy}
+    needed = verify_cases.FAULT_NEEDS.get(request.fault or "", {})
+    fixed: dict[str, Any] = {"precision": request.precision, **needed, **request.policy}
     for name, value in permit.env:
         codec.put(fixed, f"env.{name}", value)
     # Unknown fields and values are refused here, with the codec's words; aliases are resolved.
