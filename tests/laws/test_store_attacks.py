@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,58 +17,20 @@ import pytest
 from fourfold.result.files.run_file import INDEX, RUN_FILE
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
-from fourfold.result.report import (
-    Failure,
-    OomReport,
-    Prediction,
-    RankMemory,
-    RankSteps,
-    RunReport,
-    StepReport,
-)
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
 from tests.fuzz import call, damaged, revalue
+from tests.page.sample import report, specs
 
 DEEP = "[" * 3000 + "]" * 3000
 TEXTS = ("", "[]", "null", "5", '"x"', "{", "{}", DEEP, '{"a":1,"a":2}', "NaN", "\ufeff{}",
          '{"runs": {}, "crc32": "0"}', "1" * 6000, '{"spec": ' + "9" * 5000 + "}")  # fmt: skip
 
 
-def reports() -> Iterator[RunReport]:
-    for number, outcome in enumerate(("ok", "ok", "oom", "crashed", "ok")):
-        table = {
-            "model": "llama-tiny", "gpus": 4, "layout": {"tp": 2}, "policy": {"precision": "fp32"},
-            "batch": {"seq_len": 64, "micro_batch": 1 + number // 2, "global_batch": 8},
-            "note": f"note {number}", "tag": "=tag",
-        }  # fmt: skip
-        steps = [
-            StepReport(step=i, seconds=0.5 + number + i / 100, loss=9.0 - i, warmup=i < 2)
-            for i in range(7)
-        ]
-        yield RunReport(
-            spec=codec.load(RunSpec, table),
-            outcome=outcome,  # type: ignore[arg-type]
-            environment=(("device", "Some CPU"), ("host", "here"), ("torch", "2.13.0")),
-            steps=tuple(steps),
-            memory=tuple(RankMemory(rank=i, stage=0, peak_bytes=10**9 + i) for i in range(2)),
-            ranks=(RankSteps(rank=0, host="here", step_s=(0.5,), busy_s=(0.4,)),),
-            predicted=Prediction(step_s=0.4, step_s_low=0.3, step_s_high=0.6, peak_bytes=2e9),
-            started_at=f"2026-01-0{number + 1}T00:00:00+00:00",
-            failure=None
-            if outcome == "ok"
-            else Failure(rank=1, stage=0, phase="step", message="no <b> memory"),
-            shortage=OomReport(live_bytes=10, asked_bytes=5, limit_bytes=12, source="ledger")
-            if outcome == "oom"
-            else None,
-        )
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     store = Store(tmp_path / "runs")
-    for report in reports():
-        store.keep(report)
+    # Three that ended well, one out of memory, one crashed.
+    for number, spec in zip((0, 1, 10, 28, 2), specs(5), strict=True):
+        store.keep(report(replace(spec, note=f"note {number}", tag="=tag"), number))
     store.runs()
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -33,9 +33,9 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
     for path in sorted(root.rglob("*.json")):
         if path.name.startswith("."):  # the store's own cache
             continue
+        in_store = path.name == RUN_FILE and NAME.match(path.parent.name)
         try:
-            if read_stored(path, field="--runs").get("type") == "RunReport":
-                in_store = path.name == RUN_FILE and NAME.match(path.parent.name)
+            if in_store or read_stored(path, field="--runs").get("type") == "RunReport":
                 plain = read_run_folder(path.parent) if in_store else read_run(path)[0]
                 reports.append(codec.load(RunReport, plain))
         except UserError as error:
