@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,12 @@ from fourfold.cli import main
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs import train as command
+from tests.result.test_checkpoints import made, seen, spec
 
 
 def words(text: str) -> list[str]:
@@ -80,17 +78,11 @@ def test_a_missing_package_is_said_first(cli, monkeypatch, tmp_path, package) ->
 def test_show_reads_a_folder(cli, tmp_path: Path) -> None:
     assert "no train.toml" in cli("train", "--show", tmp_path, status=2)
     folder = TrainingFolder(tmp_path)
-    spec = RunSpec(
-        model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16), policy=Policy(precision="fp32")
-    )
-    folder.describe(spec, TrainSettings(steps=50))
+    folder.describe(spec(), TrainSettings(steps=50))
     points = [
-        curve.Point(
-            step=step, loss=5.0 - step / 10, lr=1e-3, tokens=64 * step, sequences=4 * step,
-            step_s=0.5, tokens_per_s=128.0, grad_norm=1.0, mfu_pct=40.0,
-        )
+        replace(seen(step), loss=5.0 - step / 10, tokens=64 * step, mfu_pct=40.0)
         for step in range(1, 41)
-    ]  # fmt: skip
+    ]
     folder.metrics.write_text(curve.lines(points))
     picture = tmp_path / "loss.png"
     plain = cli.json("train", "--show", tmp_path, "--plot", picture)
@@ -102,7 +94,7 @@ def test_show_reads_a_folder(cli, tmp_path: Path) -> None:
     out = cli("train", "--show", tmp_path, "--convention", "6n")
     assert "of 50" in out
     assert "by 6n" in out
-    counted = {name: rule.count(asked(spec)).model for name, rule in CONVENTIONS.items()}
+    counted = {name: rule.count(asked(spec())).model for name, rule in CONVENTIONS.items()}
     assert f"{40.0 * counted['6n'] / counted['causal']:.2f} %" in out
     assert "unknown convention" in cli("train", "--show", tmp_path, "--convention", "7n", status=2)
 
@@ -114,32 +106,13 @@ def asked(spec: RunSpec) -> FlopsQuery:
 
 
 def checkpoint(folder: TrainingFolder, step: int) -> Path:
-    spec = RunSpec(
-        model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4),
-        policy=Policy(precision="fp32"),
-    )  # fmt: skip
-    made = checkpoints.saving_folder(folder.checkpoints, step)
-    made.mkdir(parents=True)
-    (made / "__0_0.distcp").write_bytes(b"x" * 100)
-    state = CheckpointState(
-        step=step, updates=step, sequences=4 * step, spec=spec, settings=TrainSettings(steps=step)
-    )
-    folder.describe(spec, TrainSettings(steps=step))
-    folder.metrics.write_text(curve.lines([point(number + 1) for number in range(step)]))
-    return checkpoints.publish(folder.checkpoints, state, keep=0)
+    folder.describe(spec(), TrainSettings(steps=step))
+    folder.metrics.write_text(curve.lines(map(seen, range(1, step + 1))))
+    return made(folder.checkpoints, step)
 
 
-def point(step: int) -> curve.Point:
-    return curve.Point(
-        step=step,
-        loss=1.0,
-        lr=1e-3,
-        tokens=64 * step,
-        sequences=4 * step,
-        step_s=0.5,
-        tokens_per_s=128.0,
-        grad_norm=1.0,
-    )
+def fails(*_: object, **__: object) -> None:
+    raise UserError("no such device", field="device")
 
 
 def test_fresh_gives_back_what_it_could_not_replace(cli, monkeypatch, tmp_path: Path) -> None:
@@ -150,7 +123,7 @@ def test_fresh_gives_back_what_it_could_not_replace(cli, monkeypatch, tmp_path: 
     def fails(*_: object, **__: object) -> None:
         assert folder.newest() is None
         assert (folder.aside / "checkpoints" / "step-00000005").is_dir()
-        folder.metrics.write_text(curve.lines([point(1)]))
+        folder.metrics.write_text(curve.lines([seen(1)]))
         raise UserError("no such device", field="device")
 
     monkeypatch.setattr(command, "run_job", fails)
@@ -196,10 +169,7 @@ def test_torn_checkpoints_are_not_trained_over(cli, tmp_path: Path) -> None:
 
 def test_a_curve_without_a_checkpoint_is_kept(cli, monkeypatch, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
-    folder.metrics.write_text(curve.lines([point(1), point(2)]))
-
-    def fails(*_: object, **__: object) -> None:
-        raise UserError("no such device", field="device")
+    folder.metrics.write_text(curve.lines([seen(1), seen(2)]))
 
     monkeypatch.setattr(command, "run_job", fails)
     said = cli("train", *RUN, "--steps", "9", "--out", tmp_path, status=2)
@@ -218,7 +188,7 @@ def test_weights_are_for_a_beginning(cli, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_curve_is_refused(cli, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     checkpoint(folder, 5)
-    folder.metrics.write_text(curve.lines([point(1), point(2)]))
+    folder.metrics.write_text(curve.lines([seen(1), seen(2)]))
     said = cli("train", "--steps", "9", "--out", tmp_path, status=2)
     assert "contradicts the loss curve: step 5, where the curve ends with step 2" in said
     assert "--fresh" not in said
@@ -230,9 +200,6 @@ def test_unreadable_lines_are_set_aside_with_a_word(cli, monkeypatch, tmp_path: 
     checkpoint(folder, 5)
     content = folder.metrics.read_bytes().replace(b"\n", b"\x0b", 1)
     folder.metrics.write_bytes(content)
-
-    def fails(*_: object, **__: object) -> None:
-        raise UserError("no such device", field="device")
 
     monkeypatch.setattr(command, "run_job", fails)
     said = cli("train", "--steps", "9", "--out", tmp_path, status=2)

@@ -28,7 +28,6 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve
-from fourfold.result.files.curve import Point
 from fourfold.result.files.stored import seal
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import Job, JobReport, answer_file
@@ -38,6 +37,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs import train as command
+from tests.result.test_checkpoints import seen
 
 SPEC = RunSpec(
     model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4), device="cpu",
@@ -65,13 +65,6 @@ def cut_up(name: str, tensor: torch.Tensor) -> list[StateShard]:
     ]
 
 
-def point(step: int) -> Point:
-    return Point(
-        step=step, loss=3.0 / step, lr=1e-3, tokens=64 * step, sequences=4 * step, step_s=0.5,
-        tokens_per_s=128.0, grad_norm=1.0,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("original")
@@ -84,7 +77,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         checkpoint.save(items, folder.checkpoints, state)
     folder.describe(SPEC, settings)
-    folder.metrics.write_text(curve.lines(map(point, range(1, 5))))
+    folder.metrics.write_text(curve.lines(map(seen, range(1, 5))))
     (root / "lock").write_text("process 1 on host\n")
     (root / "job").mkdir()
     return root
@@ -153,7 +146,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, _alone: None) -> list[tuple[int, Load
             curve.cut(out / curve.METRICS_FILE, first)
         assert job.train is not None
         with open(out / curve.METRICS_FILE, "a") as stream:
-            stream.write(curve.lines(map(point, range(first + 1, job.train.steps + 1))))
+            stream.write(curve.lines(map(seen, range(first + 1, job.train.steps + 1))))
         done.append((first, loaded))
         folder.mkdir(exist_ok=True)
         answer_file(folder, 0).write_text('{"step": 6, "stopped": false}')
@@ -439,7 +432,7 @@ def test_going_back_twice_keeps_both(original, tmp_path, ranks, watch, capsys) -
     assert (kept / path.name).read_bytes() == content
     shutil.copytree(original / NEWEST, root / NEWEST)
     (root / KINDS["tensors"]).write_bytes(b"short")
-    (root / "metrics.jsonl").write_text(curve.lines(map(point, range(1, 5))))
+    (root / "metrics.jsonl").write_text(curve.lines(map(seen, range(1, 5))))
     assert trained(root, ranks, watch, capsys) == "2"
     assert (kept / path.name).read_bytes() == content
     again = kept.with_name("damaged-step-00000004.2")
