@@ -147,34 +147,43 @@ def test_a_failed_run_does_not_cost_the_others(tmp_path: Path) -> None:
     assert (tmp_path / "failed-1").is_dir()
 
 
-def test_kill_of_a_rank(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER), subprocess.Popen)
-    os.kill(launched.ranks[2], signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("who", "number", "outcome", "words"),
+    [
+        ("rank", signal.SIGKILL, "crashed", "SIGKILL"),
+        ("worker", signal.SIGKILL, "crashed", "SIGKILL"),
+        # By the limit for stopped processes, long before that of a step: 15 s, and more on a busy
+        # machine.
+        pytest.param(
+            "rank", signal.SIGSTOP, "hung", r"\) has been suspended by SIGSTOP for \d\d s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "worker", signal.SIGSTOP, "hung", r", has been suspended for \d\d s",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_who_is_killed_or_stopped_is_named(tmp_path: Path, who, number, outcome, words) -> None:
+    started_as_ever = subprocess.Popen if words == "SIGKILL" and who == "rank" else warm.Popen
+    launched = Launched(tmp_path / "x", spec(3, steps=FOREVER), started_as_ever)
+    pid = launched.worker if who == "worker" else launched.ranks[2]
+    os.kill(pid, number)
     assert launched.process.wait(120) == 1
     failure = launched.report().failure
-    assert launched.report().outcome == "crashed"
+    assert launched.report().outcome == outcome
     assert failure is not None
-    assert failure.rank == 2
-    assert "SIGKILL" in failure.message
-    assert launched.all_gone()
-
-
-@pytest.mark.slow
-def test_stop_of_a_rank(tmp_path: Path) -> None:
-    """By the limit for stopped processes, long before that of a step."""
-    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER))
-    os.kill(launched.ranks[3], signal.SIGSTOP)
-    assert launched.process.wait(120) == 1
-    failure = launched.report().failure
-    assert launched.report().outcome == "hung"
-    assert failure is not None
-    assert failure.rank == 3
-    place = f"rank 3 (pid {launched.ranks[3]} on {socket.gethostname()}, stage 0, {failure.phase})"
-    assert failure.message.startswith(place)
-    # 15 s, and more on a busy machine.
-    assert re.match(r" has been suspended by SIGSTOP for \d\d s", failure.message[len(place) :])
-    assert (launched.folder / "rank-3.log").stat().st_mode & 0o777 == 0o644 & ~umask()
-    assert launched.all_gone()
+    place = f"(pid {pid} on {socket.gethostname()}"
+    if who == "worker":
+        assert (failure.rank, failure.who) == (-1, "worker")
+        assert failure.message.startswith(f"the worker {place})")
+    else:
+        assert failure.rank == 2
+        assert failure.message.startswith(f"rank 2 {place}, stage 0, {failure.phase})")
+    assert re.search(words, failure.message)
+    assert (launched.folder / "rank-1.log").stat().st_mode & 0o777 == 0o644 & ~umask()
+    # Of a killed worker nobody has waited for the ranks.
+    wait_for(launched.all_gone, 60.0 if who == "worker" else 0.0)
 
 
 def umask() -> int:
@@ -235,32 +244,6 @@ def test_kill_of_the_launcher(tmp_path: Path, stopped: str) -> None:
     launched.process.kill()
     launched.process.wait()
     wait_for(launched.all_gone, 60)
-
-
-def test_kill_of_the_worker(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
-    os.kill(launched.worker, signal.SIGKILL)
-    assert launched.process.wait(120) == 1
-    assert launched.report().outcome == "crashed"
-    failure = launched.report().failure
-    assert failure is not None
-    assert (failure.rank, failure.who) == (-1, "worker")
-    assert f"(pid {launched.worker} on {socket.gethostname()})" in failure.message
-    assert "SIGKILL" in failure.message
-    wait_for(launched.all_gone, 60)
-
-
-@pytest.mark.slow
-def test_stop_of_the_worker(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
-    os.kill(launched.worker, signal.SIGSTOP)
-    assert launched.process.wait(120) == 1
-    failure = launched.report().failure
-    assert launched.report().outcome == "hung"
-    assert failure is not None
-    assert (failure.rank, failure.who) == (-1, "worker")
-    assert re.search(r"has been suspended for \d\d s", failure.message)
-    assert launched.all_gone()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
