@@ -81,6 +81,22 @@ def test_one_that_is_just_being_started_is_ended(tmp_path: Path, dead: int, monk
         assert one.wait(120) == -9
 
 
+def test_one_that_starts_between_two_looks_is_ended(tmp_path: Path, dead: int, monkeypatch) -> None:
+    """It shows no environment at the first look, and is no longer starting at the second."""
+    one, read, looks = sleeper(left(tmp_path, dead)), Path.read_bytes, []
+
+    def read_bytes(path: Path) -> bytes:
+        if path == Path(f"/proc/{one.pid}/environ"):
+            looks.append(path)
+        return b"" if len(looks) == 1 and path in looks else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(identity, "_pids", lambda: [one.pid])
+    assert end_processes_of(tmp_path) == 1
+    assert one.wait(120) == -9
+    assert len(looks) > 1
+
+
 def test_one_without_an_environment_is_left_alone(tmp_path: Path, dead: int) -> None:
     left(tmp_path, dead)
     one = subprocess.Popen([sys.executable, "-c", SLEEP], env={})

@@ -142,10 +142,10 @@ def _marks(pid: int) -> Iterator[Mark]:
 
 def _environment(pid: int) -> bytes:
     """A process that is just being started shows none for a moment, longer on a loaded machine."""
-    until = time.monotonic() + _START_S
-    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
-        if not _is_starting(pid) or time.monotonic() > until:
-            break
+    until, file = time.monotonic() + _START_S, Path(f"/proc/{pid}/environ")
+    while not (found := file.read_bytes()) and time.monotonic() < until:
+        if not _is_starting(pid):
+            return file.read_bytes()  # it may have started between both looks
         time.sleep(0.005)
     return found
 
