@@ -100,11 +100,11 @@ def test_an_open_layout_takes_the_fastest_that_fits() -> None:
     open_cells = dict.fromkeys(("tp", "pp", "cp", "dp", "sharding", "mbs", "act_ckpt", "vpp"), "")
     big = {"stack": "nobody-2024", "cluster": "", "hardware": "h100-80gb", "n_layers": "126",
            "d_model": "16384", "n_heads": "128", "n_kv_heads": "8", "d_ff": "53248",
-           "n_gpus": "16384", "gbs": "2048"}  # fmt: skip
+           "n_gpus": "4096", "gbs": "512"}  # fmt: skip
     rows = changed("par4d", **big, **open_cells)
     c = rows.columns
-    assert rows.usable[0], rows.reasons[0]  # one sequence on each of 16,384 GPUs would not be
-    assert c.tp[0] * c.pp[0] * c.cp[0] * c.dp[0] == 16384
+    assert rows.usable[0], rows.reasons[0]  # one sequence on each of 4,096 GPUs would not be
+    assert c.tp[0] * c.pp[0] * c.cp[0] * c.dp[0] == 4096
     assert c.tp[0] * c.pp[0] > 8
     assert c.shard[0] == c.dp[0] * c.cp[0]
     axes = f"pp{c.pp[0]:.0f} dp{c.dp[0]:.0f} cp1 tp{c.tp[0]:.0f}"

@@ -192,40 +192,28 @@ def test_a_field_in_the_wrong_table() -> None:
         codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "tp": 2})
 
 
-def _plan(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
-    code = main([*PLAN, *more])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_plan_reads_words_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    told = ["--gpu", "H200", "--gpus", "16", "--tokens", "1T", "--price", "2", "--format", "json"]
-    code, out, err = _plan(capsys, *told, "--stack", "megatron", "--sharding", "DDP", "--tp", "8")
-    assert code == 0, err
-    assert "seq-len 8k = 8,192 tokens; sharding DDP = zero0" in err
-    assert "stack megatron = megatron-" in err
-    row = json.loads(out)["ranked"][0]
-    assert (row["policy"]["sharding"], json.loads(out)["seq_len"]) == ("zero0", 8192)
+def test_plan_reads_words_and_says_so(cli: Cli) -> None:
+    told = ["--gpu", "H200", "--gpus", "16", "--tokens", "1T", "--price", "2"]
+    answer = cli.json(*PLAN, *told, "--stack", "megatron", "--sharding", "DDP", "--tp", "8")
+    assert "seq-len 8k = 8,192 tokens; sharding DDP = zero0" in cli.err
+    assert "stack megatron = megatron-" in cli.err
+    row = answer["ranked"][0]
+    assert (row["policy"]["sharding"], answer["seq_len"]) == ("zero0", 8192)
     assert row["cost"] == pytest.approx(2 * row["gpu_hours"])
 
 
-def test_plan_hsdp_has_copies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_hsdp_has_copies(cli: Cli) -> None:
     told = ["--gpu", "h200", "--gpus", "16", "--sharding", "hsdp", "--top", "5"]
-    code, out, err = _plan(capsys, *told, "--format", "json")
-    assert code == 0, err
-    for row in json.loads(out)["ranked"]:
+    for row in cli.json(*PLAN, *told, "--stack", "fourfold")["ranked"]:
         assert Layout.parse(row["layout"]).replicate > 1
         assert row["policy"]["sharding"] == "zero3"
 
 
 @pytest.mark.parametrize("bare", ["h100", "H100", "a100"])
-def test_bare_name_of_a_gpu_is_its_usual_size(
-    bare: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = _plan(capsys, "--gpu", bare, "--gpus", "8", "--format", "json")
-    assert code == 0, err
-    assert json.loads(out)["gpu"] == f"{bare.lower()}-80gb"
-    assert f"read as: gpu {bare} = {bare.lower()}-80gb" in err
+def test_bare_name_of_a_gpu_is_its_usual_size(bare: str, cli: Cli) -> None:
+    answer = cli.json(*PLAN, "--gpu", bare, "--gpus", "8", "--stack", "megatron")
+    assert answer["gpu"] == f"{bare.lower()}-80gb"
+    assert f"read as: gpu {bare} = {bare.lower()}-80gb" in cli.err
 
 
 @pytest.mark.parametrize(
@@ -254,12 +242,8 @@ def test_bare_name_of_a_gpu_is_its_usual_size(
         (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "is not a number"),
     ],
 )
-def test_plan_refuses_in_words(
-    capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    code, _, err = _plan(capsys, *more)
-    assert code == 2
-    assert said in err
+def test_plan_refuses_in_words(cli: Cli, more: list[str], said: str) -> None:
+    assert said in cli(*PLAN, *more, status=2)
 
 
 def test_plan_lists_stacks(cli: Cli) -> None:
