@@ -148,6 +148,12 @@ def test_best_is_by_seconds_and_not_by_tflops() -> None:
     assert "most TFLOPs: dp2 tp2" in best
 
 
+def test_the_best_is_named_with_its_ranks_of_experts() -> None:
+    slow, fast = made(run("mixtral-tiny", 4, 1), 2.0), made(run("mixtral-tiny", 4, 1, ep=2), 1.5)
+    text = write(publish([slow, fast], "topology", "causal"), "text")
+    assert "dp4 tp1 cp1 pp1 ep2 micro batch 1 on 4 GPUs, 1.500 s" in text
+
+
 @pytest.mark.parametrize("style", STYLE_CONVENTION)
 def test_measured_again_shows_the_newest_and_keeps_both(style: str) -> None:
     old = made(run("llama-tiny", 4, 1, tp=2), 2.0, at="2026-01-01T00:00:00+00:00")
