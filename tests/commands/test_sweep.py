@@ -217,3 +217,18 @@ def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -
 def test_bad_requests(words: list[str], ran: list[RunSpec]) -> None:
     assert main(words) == 2
     assert ran == []
+
+
+def test_planned_runs_that_differ_in_a_policy_alone_are_told_apart(cli: Cli, tmp_path: Path):
+    axes = 'model = ["mixtral-tiny"]\nep = [1, 2]\n"policy.dispatcher" = ["alltoall", "allgather"]'
+    file = tmp_path / "sweep.toml"
+    file.write_text(SWEEP.partition("model =")[0] + axes)
+    for row in cli.json("sweep", file, "--dry-run")["planned"]:
+        assert row["combination"].keys() == {"model", "ep", "policy.dispatcher"}
+    table = cli("sweep", file, "--dry-run").splitlines()[2:6]
+    assert [row.split()[-1] for row in table] == [
+        f"policy.dispatcher={name}" for name in ("alltoall", "allgather") * 2
+    ]
+    rows = cli("sweep", file, "--dry-run", "--format", "csv").splitlines()
+    place = rows[0].split(",").index("policy.dispatcher")
+    assert [row.split(",")[place] for row in rows[1:]] == ["alltoall", "allgather"] * 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Column, Grid, Part, named, or_dash, quantities, table
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.sweep import varied_text
 from fourfold.units import counted, show_bytes, show_seconds
 
@@ -99,6 +100,13 @@ def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
 
 def _planned(rows: list[dict[str, Any]]) -> Grid:
     fits = {True: "", None: "", False: ", does not fit"}
+
+    def others(row: dict[str, Any]) -> str:
+        """What the sweep varies beside the columns."""
+        shown, varied = {*row, "layout", *AXES, *EXPERT_AXES}, row["combination"].items()
+        return varied_text((k, v) for k, v in varied if shown.isdisjoint(k.split(".")))
+
+    settings = [("settings", others)] if any(map(others, rows)) else []
     return table(
         rows,
         *named(*_RUN, "recompute", "left=runs_left", "step time=step_s:seconds"),
@@ -108,6 +116,7 @@ def _planned(rows: list[dict[str, Any]]) -> Grid:
         ),
         ("memory", lambda row: show_bytes(row["peak_bytes"]) + fits[row["fits"]]),
         *named("run=run_s:seconds"),
+        *settings,
     )
 
 

@@ -65,7 +65,8 @@ class SweepPlan(Answer):
             {"outcome": "illegal", **one["combination"], "reason": one["reason"]}
             for one in self.illegal
         ]
-        return [*({"outcome": "planned", **one} for one in self.planned), *refused]
+        planned = [{"outcome": "planned", **one["combination"], **one} for one in self.planned]
+        return [{k: v for k, v in one.items() if k != "combination"} for one in planned] + refused
 
 
 def sweep(
@@ -96,9 +97,9 @@ def plan_sweep(
     """What the same sweep would run; nothing is started."""
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
-    legal = [ready.expansion.combinations[place].spec for place in ready.legal]
+    legal = [ready.expansion.combinations[place] for place in ready.legal]
     campaign = campaign_of(request, ready.known, permit_of(request), on_event)
-    missing = [campaign.missing(spec, request.repeat) for spec in legal]
+    missing = [campaign.missing(one.spec, request.repeat) for one in legal]
     answers = predictions(ready.expansion, ready.legal, ready.known)
     rows = list(zip(legal, answers, missing, strict=True))
     return SweepPlan(
@@ -111,7 +112,7 @@ def plan_sweep(
         planned=[_planned(*row) for row in rows],
         skipped=ready.skipped,
         to_run=sum(missing),
-        predicted_s=sum(run_s(spec, one.step_s) * left for spec, one, left in rows),
+        predicted_s=sum(run_s(run.spec, one.step_s) * left for run, one, left in rows),
         dropped=ready.expansion.dropped,
         same=ready.expansion.same,
         basis=answers[0].basis if answers else "",
@@ -205,8 +206,10 @@ def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, 
     }
 
 
-def _planned(spec: RunSpec, predicted: Prediction, left: int) -> dict[str, Any]:
+def _planned(run: Combination, predicted: Prediction, left: int) -> dict[str, Any]:
+    spec = run.spec
     return {
+        "combination": dict(run.varied),
         "run_id": spec.run_id,
         "model": spec.model.name,
         "layout": str(spec.layout),
