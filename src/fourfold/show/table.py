@@ -49,7 +49,10 @@ def _named(text: str) -> Column:
 
     def cell(one: Any) -> str:
         for name in path.split("."):
-            one = one.get(name) if isinstance(one, dict) else getattr(one, name)
+            if not isinstance(one, dict):
+                one = getattr(one, name)
+            else:  # a number may be missing, a text is a slip
+                one = one.get(name) if form else one[name]
         return or_dash(one, _FORMS.get(form, form)) if form else str(one)
 
     return heading or path, cell

@@ -137,7 +137,7 @@ _COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
 
 def _axes(record: Record) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
-    of_experts = ((axis, getattr(record, axis) or 1) for axis in EXPERT_AXES)
+    of_experts = ((axis, getattr(record, axis)) for axis in EXPERT_AXES)
     sizes += "".join(f" {axis}{size}" for axis, size in of_experts if size > 1)
     engine = f" by {record.stack}" if record.torch and record.stack != OWN_STACK else ""
     gpus = f" on {counted(record.gpus, 'GPU')}" if record.gpus else ""
