@@ -10,24 +10,16 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.result.report import RankMemory, RunReport, StepReport
-from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec import codec
 from tests.cli import Cli
+from tests.specs import run_spec
 
 WORDS = ["--cluster", "mosaic-h100"]
 
 
 def _report(micro_batch: int, seconds: float, outcome: str = "ok") -> RunReport:
-    spec = RunSpec(
-        model=catalog.model("llama-3.2-1b"),
-        gpus=8,
-        layout=Layout(shard=8),
-        batch=Batch(seq_len=4096, micro_batch=micro_batch, global_batch=64),
-        policy=Policy(precision="bf16-mixed", sharding="zero3"),
-    )
+    sizes = {"seq_len": 4096, "micro_batch": micro_batch, "global_batch": 64}
+    spec = run_spec("llama-3.2-1b", "dp8", precision="bf16-mixed", sharding="zero3", **sizes)
     slow_start = StepReport(step=0, seconds=50 * seconds, warmup=True)
     steps = (slow_start, *(StepReport(step=i, seconds=seconds) for i in range(1, 6)))
     memory = (RankMemory(rank=0, stage=0, peak_bytes=20 * 2**30),)

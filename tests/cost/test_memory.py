@@ -35,11 +35,9 @@ from fourfold.cost.table.reports import read_reports
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
-from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from tests.cli import Cli
+from tests.specs import run_spec
 
 SHIPPED = calibrations.shipped()
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -49,13 +47,8 @@ H200 = Path(__file__).parents[2] / "results" / "h200"
 def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Columns:
     """llama-3.1-70b on 256 GPUs, dp32 tp8, 8192 tokens."""
     layout = Layout(shard=32, tp=8)
-    spec = RunSpec(
-        model=catalog.model("llama-3.1-70b"),
-        gpus=256,
-        layout=layout,
-        batch=Batch(seq_len=8192, global_batch=32 * micro, micro_batch=micro),
-        policy=Policy(**policy),
-    )
+    sizes = {"seq_len": 8192, "global_batch": 32 * micro, "micro_batch": micro}
+    spec = run_spec("llama-3.1-70b", layout, **sizes, **policy)
     return columns_of([spec], cluster=usual_cluster(catalog.device(gpu), 256), stack=stack)
 
 
@@ -125,13 +118,8 @@ def kept(c):
 def test_the_fullest_stage_may_be_between_the_ends() -> None:
     """126 layers on 16 stages: 7 and the embedding, 14 times 8, 7 and the head."""
     layout = Layout(pp=16, shard=128, tp=8)
-    spec = RunSpec(
-        model=catalog.model("llama-3.1-405b"),
-        gpus=16384,
-        layout=layout,
-        batch=Batch(seq_len=8192, global_batch=2048),
-        policy=Policy(sharding="zero2", schedule="interleaved", virtual_stages=8),
-    )
+    fields = {"sharding": "zero2", "schedule": "interleaved", "virtual_stages": 8}
+    spec = run_spec("llama-3.1-405b", layout, seq_len=8192, global_batch=2048, **fields)
     machine = usual_cluster(catalog.device("h100-80gb"), 16384)
     c = columns_of([spec], cluster=machine, stack="generic")
     found = memory(c, defaults())

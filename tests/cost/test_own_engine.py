@@ -19,22 +19,18 @@ from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict
 from fourfold.search.query import entry_for, usual_cluster
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.machine import read_profile
+from tests.specs import run_spec
 
 RUNS = Path(__file__).parents[2] / "results" / "h200" / "fit"
 H200 = usual_cluster(catalog.device("h200"), 1)
 
 
 def run(model: str = "mistral-7b", *, micro: int = 1, batch: int = 1, **policy) -> RunSpec:
-    table = {
-        "model": model,
-        "gpus": 1,
-        "batch": {"seq_len": 8192, "micro_batch": micro, "global_batch": batch},
-        "policy": {"compile": True, **policy},
-    }
-    return codec.load(RunSpec, table)
+    fields = {"seq_len": 8192, "micro_batch": micro, "global_batch": batch, "compile": True}
+    return run_spec(model, **(fields | policy))
 
 
 def columns(*specs: RunSpec, stack: str = "fourfold"):

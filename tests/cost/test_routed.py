@@ -29,20 +29,16 @@ from fourfold.search.query import usual_cluster
 from fourfold.search.routed import beyond
 from fourfold.search.stack_names import match_stack
 from fourfold.show.plan import page
-from fourfold.spec import catalog, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import catalog
 from fourfold.verbs.plan import plan
 from fourfold.verbs.requests import PlanRequest
+from tests.specs import run_spec
 
 MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "llama4-maverick")
 
 
 def run(model: str, layout: str, gpus: int, gpu: str = "h100-80gb", **policy: object) -> Columns:
-    fields = {
-        "model": model, "gpus": gpus, "layout": layout, "policy": policy,
-        "batch": {"seq_len": 4096, "micro_batch": 1, "global_batch": 4 * gpus},
-    }  # fmt: skip
-    spec = codec.load(RunSpec, fields)
+    spec = run_spec(model, layout, seq_len=4096, global_batch=4 * gpus, **policy)
     cluster = usual_cluster(catalog.device(gpu), gpus)
     return columns_of([spec], cluster=cluster, stack="megatron-bridge")
 

@@ -24,14 +24,11 @@ from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.engine.forked import on_ranks
+from tests.specs import run_spec
 
-RANKS, SEQ_LEN = 4, 32
+RANKS = 4
 CPU = torch.device("cpu")
 # Each axis, each kind of sharding, copies x shards, and axes together.
 LAYOUTS = {
@@ -48,17 +45,8 @@ WORLDS: dict[str, World] = {}
 
 
 def spec_of(layout: str, sharding: Any, *, name: str = "llama-tiny", **policy: Any) -> RunSpec:
-    fields = {"precision": "fp64", "sharding": sharding} | policy
-    parsed = Layout.parse(layout)
-    return RunSpec(
-        model=model(name),
-        gpus=parsed.world,
-        layout=parsed,
-        batch=Batch(seq_len=SEQ_LEN, micro_batch=2, global_batch=6),
-        policy=Policy(**fields),
-        device="cpu",
-        seed=7,
-    )
+    fields = {"precision": "fp64", "sharding": sharding, "device": "cpu", "seed": 7} | policy
+    return run_spec(name, layout, seq_len=32, micro_batch=2, global_batch=6, **fields)
 
 
 def trainer_of(spec: RunSpec) -> Trainer:

@@ -34,13 +34,10 @@ from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
 from fourfold.engine.parallel.wrap import apply_compile
 from fourfold.engine.training.trainer import Trainer
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.engine.forked import on_ranks
+from tests.specs import run_spec
 
 SEQ_LEN, SEQUENCES, RANKS = 32, 4, 2
 RULE = InitRule(vector_std=0.1)
@@ -109,13 +106,8 @@ class TwinMlp(nn.Module):
 
 
 def spec(layout: str, **policy: object) -> RunSpec:
-    parsed = Layout.parse(layout)
-    batch = Batch(seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
-    fields = {"precision": "fp32", **policy}
-    shape = model("llama-tiny")
-    return RunSpec(
-        model=shape, gpus=RANKS, layout=parsed, batch=batch, policy=Policy(**fields), device="cpu"
-    )
+    fields = {"seq_len": SEQ_LEN, "global_batch": SEQUENCES, "precision": "fp32", **policy}
+    return run_spec("llama-tiny", layout, device="cpu", **fields)
 
 
 def ours(run: RunSpec) -> tuple[Trainer, float]:

@@ -28,9 +28,9 @@ from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.engine.forked import on_ranks
+from tests.specs import run_spec
 
 RANKS = 4
 ALL = "all" in sys.argv  # every case of each check, or few
@@ -41,16 +41,8 @@ NAMES = {dtype: name for name, dtype in compat.DTYPES.items()}
 
 
 def spec(layout: str, **policy: Any) -> RunSpec:
-    parsed = Layout.parse(layout)
-    batch = Batch(seq_len=8, micro_batch=1, global_batch=2 * parsed.dp)
-    return RunSpec(
-        model=TINY,
-        gpus=RANKS,
-        layout=parsed,
-        batch=batch,
-        policy=Policy(**policy),
-        device="cpu",
-    )
+    batch = 2 * Layout.parse(layout).dp
+    return run_spec(TINY, layout, seq_len=8, global_batch=batch, device="cpu", **policy)
 
 
 def made(run: RunSpec, **options: Any) -> Trainer:
@@ -200,11 +192,9 @@ def ramp() -> dict[str, Any]:
     found: dict[str, Any] = {}
     cases = (("dp2x2", "1f1b"), ("pp2 dp2", "interleaved"), ("cp2 tp2", "1f1b"))
     for layout, schedule in cases[: None if ALL else 2]:
-        parsed = Layout.parse(layout)
         fields = {"virtual_stages": 2} if schedule == "interleaved" else {}
-        policy = Policy(precision="fp64", schedule=schedule, **fields)
-        deep = replace(TINY, layers=4)
-        run = RunSpec(model=deep, gpus=parsed.world, layout=parsed, batch=batch, policy=policy)
+        fields |= {"precision": "fp64", "schedule": schedule}
+        run = run_spec(replace(TINY, layers=4), layout, batch=batch, **fields)
         how = Recipe(
             source=Synthetic(vocab=32, seq_len=8, seed=0, masked=0.2),
             settings=OptimizerSettings(lr=3e-3, eps=1e-5, max_norm=0.5),

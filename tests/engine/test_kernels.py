@@ -15,15 +15,14 @@ from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
 from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.parallel.groups import World
-from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 def spec(model: str, layout: str, **policy: object) -> RunSpec:
-    batch = {"seq_len": 4096, "global_batch": 64}
-    return codec.load(RunSpec, {"model": model, "layout": layout, "batch": batch, "policy": policy})
+    return run_spec(model, layout, seq_len=4096, global_batch=64, **policy)
 
 
 @contextmanager
@@ -118,15 +117,7 @@ def _is_forward(kernel: Kernel) -> bool:
 def test_every_kernel_of_the_list_runs_alone(layout: str) -> None:
     """With the shapes and FLOPs that it says."""
     for model in ("llama-tiny", "mpt-tiny"):
-        one = codec.load(
-            RunSpec,
-            {
-                "model": model,
-                "layout": layout,
-                "batch": {"seq_len": 64},
-                "policy": {"precision": "fp32"},
-            },
-        )
+        one = run_spec(model, layout, seq_len=64, precision="fp32")
         kernels = kernels_of(one, 0)
         seconds = kernel_times.time_kernels(kernels, one, torch.device("cpu"), 0.02)
         assert len(seconds) == len(kernels)

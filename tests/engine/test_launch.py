@@ -19,11 +19,9 @@ from fourfold.launch.local import run_job
 from fourfold.result.files.stored import unseal
 from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
 from fourfold.spec import codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
 from fourfold.spec.run import Fault, RunSpec
 from tests import warm
+from tests.specs import run_spec
 
 SOURCE = Path(__file__).parents[2] / "src"
 FOREVER = 1_000_000
@@ -31,13 +29,7 @@ FOREVER = 1_000_000
 
 def spec(ranks: int = 2, **fields: object) -> RunSpec:
     plain: dict = {"steps": 2, "warmup": 1, "device": "cpu", "start_limit_s": 300.0} | fields
-    return RunSpec(
-        model=model("llama-tiny"),
-        gpus=ranks,
-        layout=Layout(shard=ranks),
-        batch=Batch(seq_len=32, global_batch=4),
-        **plain,
-    )
+    return run_spec("llama-tiny", f"dp{ranks}", seq_len=32, global_batch=4, **plain)
 
 
 def read_report(folder: Path) -> JobReport:

@@ -31,18 +31,12 @@ from fourfold.result.files import curve
 from fourfold.result.files.stored import seal
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import Job, JobReport, answer_file
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs import train as command
 from tests.result.test_checkpoints import seen
+from tests.specs import run_spec
 
-SPEC = RunSpec(
-    model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4), device="cpu",
-    policy=Policy(precision="fp32"),
-)  # fmt: skip
+SPEC = run_spec("llama-tiny", seq_len=16, global_batch=4, precision="fp32", device="cpu")
 SHAPES = {"model.a": (7, 5), "model.b": (6,), "exp_avg.a": (7, 5), "exp_avg_sq.a": (7, 5)}
 STEPS = (2, 4)
 ODD: tuple[Any, ...] = (

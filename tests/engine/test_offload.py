@@ -13,21 +13,15 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel import wrap
 from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
-from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
-from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 MODEL = shape("llama", layers=6, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=64)
-BATCH = Batch(seq_len=4096, micro_batch=2, global_batch=2)
 
 
 def counted(layout: str = "dp1", **policy):
-    parsed = Layout.parse(layout)
-    run = RunSpec(
-        model=MODEL, gpus=parsed.world, layout=parsed, batch=BATCH, policy=Policy(**policy)
-    )
+    run = run_spec(MODEL, layout, seq_len=4096, micro_batch=2, global_batch=2, **policy)
     away = replace(run, policy=replace(run.policy, offload="activations"))
     return count_rank(run, 0), count_rank(away, 0)
 

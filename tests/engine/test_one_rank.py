@@ -13,19 +13,13 @@ from fourfold.result.one_rank import OneRankResult, RankCount
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 
 def spec(layout: str, *, batch: int = 6, micro: int = 1, **policy: object) -> RunSpec:
-    table = {
-        "model": policy.pop("model", "llama-tiny"),
-        "layout": layout,
-        "device": "cpu",
-        "steps": 1,
-        "warmup": 2,
-        "batch": {"seq_len": 64, "global_batch": batch, "micro_batch": micro},
-        "policy": {"precision": "fp32", **policy},
-    }
-    return codec.load(RunSpec, table)
+    fields = {"seq_len": 64, "global_batch": batch, "micro_batch": micro, "precision": "fp32"}
+    name = str(policy.pop("model", "llama-tiny"))
+    return run_spec(name, layout, device="cpu", steps=1, warmup=2, **fields, **policy)
 
 
 def among_peers(specs: list[RunSpec], folder: Path) -> list[tuple[RunReport, dict[int, RankCount]]]:

@@ -18,15 +18,13 @@ from fourfold.cli import main
 from fourfold.engine.parallel.products import DeferredWeightGrads
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
-from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2))
 RECOMPUTE = ("none", "full", "every-2", "selective", "block-1")
-FP64 = Policy(precision="fp64", sequence_parallel=False)
 
 
 def spec(layout: str, sequences: tuple[int, int] = (8, 2), family: str = "llama", **policy):
@@ -35,16 +33,9 @@ def spec(layout: str, sequences: tuple[int, int] = (8, 2), family: str = "llama"
     shape = model(f"{family}-tiny")
     if where.pp * policy.get("virtual_stages", 1) > shape.layers:
         shape = replace(shape, layers=8)
-    return RunSpec(
-        model=shape,
-        gpus=where.world,
-        layout=where,
-        batch=Batch(seq_len=16, global_batch=sequences[0], micro_batch=sequences[1]),
-        policy=replace(FP64, **policy),
-        device="cpu",
-        steps=3,
-        warmup=0,
-    )
+    sizes = {"seq_len": 16, "global_batch": sequences[0], "micro_batch": sequences[1]}
+    fields = {"precision": "fp64", "sequence_parallel": False, **sizes, **policy}
+    return run_spec(shape, where, device="cpu", steps=3, warmup=0, **fields)
 
 
 def must_equal_one_process(specs: list[RunSpec], folder: Path) -> None:

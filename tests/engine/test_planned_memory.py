@@ -19,18 +19,15 @@ from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-2-7b", "llama-3.1-405b", "llama-2-13b", "mpt-30b")
 WITHIN = 0.05
 
 
 def run(model: str, layers: int, layout: Layout, batch: Batch, **policy: Any) -> RunSpec:
-    shape = replace(catalog.model(model), layers=layers)
-    return RunSpec(
-        model=shape, gpus=layout.world, layout=layout, batch=batch, policy=Policy(**policy)
-    )
+    return run_spec(replace(catalog.model(model), layers=layers), layout, batch=batch, **policy)
 
 
 def dry_bytes(spec: RunSpec) -> int:

@@ -21,8 +21,8 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.spec.words import BUNDLES
+from tests.specs import run_spec
 
 # Weights outweigh activations here, as they do where sharding matters.
 HEAVY = shape("llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)
@@ -33,9 +33,7 @@ FP32 = Policy(precision="fp32")
 
 @functools.cache
 def count(model, layout: str, batch: Batch, policy: Policy, rank: int = 0) -> RankCount:
-    parsed = Layout.parse(layout)
-    spec = RunSpec(model=model, gpus=parsed.world, layout=parsed, batch=batch, policy=policy)
-    return count_rank(spec, rank)
+    return count_rank(run_spec(model, layout, batch=batch, policy=policy), rank)
 
 
 def traffic(counted: RankCount, axis: str) -> dict[str, int]:
@@ -172,14 +170,7 @@ def test_every_format_is_held_in_its_own_size(precision):
 
 def test_a_plain_optimizer_makes_temporaries_where_a_fused_one_makes_none():
     def updating(optimizer: str) -> int:
-        policy = replace(FP32, optimizer=optimizer)
-        run = RunSpec(
-            model=HEAVY,
-            gpus=1,
-            layout=Layout(),
-            batch=Batch(seq_len=16, micro_batch=1, global_batch=1),
-            policy=policy,
-        )
+        run = run_spec(HEAVY, seq_len=16, precision="fp32", optimizer=optimizer)
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
         try:
             trainer = Trainer(run, World.create(run.layout, "cpu"), device=CPU)

@@ -20,6 +20,7 @@ from fourfold.spec.catalog import TINY, model
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.verify_cases import layouts
+from tests.specs import run_spec
 
 SEED = 20261115
 # The formats that the engine runs; the last three mix them by hand.
@@ -70,10 +71,7 @@ def draw(chance: random.Random, gpus: int) -> RunSpec | None:
     shape = model(TINY[chance.choice(list(TINY))])
     if why_not(shape, layout, batch, policy, Target(gpus=gpus)):
         return None
-    return RunSpec(
-        model=shape, gpus=gpus, layout=layout, batch=batch, policy=policy, device="cpu", steps=3,
-        warmup=0,
-    )  # fmt: skip
+    return run_spec(shape, layout, batch=batch, policy=policy, device="cpu", steps=3, warmup=0)
 
 
 def sample(count: int, gpus: int, seed: int) -> list[RunSpec]:
@@ -97,12 +95,8 @@ def pairs(specs: list[RunSpec]) -> set[tuple[str, str]]:
 
 
 def failures(specs: list[RunSpec], folder: Path) -> list[str]:
-    job = Job(
-        job="verify",
-        specs=tuple(specs),
-        ranks=specs[0].gpus,
-        limits=Limits(start_s=600, step_s=600),
-    )
+    limits = Limits(start_s=600, step_s=600)
+    job = Job(job="verify", specs=tuple(specs), ranks=specs[0].gpus, limits=limits)
     report = run_job(job, folder)
     ends = dict(enumerate(report.runs))
     bad = []
@@ -120,10 +114,9 @@ def failures(specs: list[RunSpec], folder: Path) -> list[str]:
 def test_split_backward_with_gradients_of_two_formats(share, tmp_path):
     # Norms and biases have their gradients after the first part, in the format of accumulation.
     specs = [
-        RunSpec(
-            model=model(TINY[family]), gpus=2, layout=layout, device="cpu", steps=3, warmup=0,
-            batch=Batch(seq_len=32, global_batch=4, micro_batch=micro),
-            policy=Policy(sharding=sharding, schedule="zero-bubble", sequence_parallel=False),
+        run_spec(
+            TINY[family], layout, device="cpu", steps=3, warmup=0, seq_len=32, global_batch=4,
+            micro_batch=micro, sharding=sharding, schedule="zero-bubble", sequence_parallel=False,
         )
         for layout in layouts(2) if layout.pp == 2
         for family in TINY

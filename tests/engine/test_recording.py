@@ -17,16 +17,14 @@ from fourfold.result.trace import TRACE_KEY, TracedRun, trace_path, trace_window
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
+from tests.specs import run_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 def spec(layout: str) -> RunSpec:
-    table = {
-        "model": "llama-tiny", "layout": layout, "device": "cpu", "steps": 1, "warmup": 2,
-        "batch": {"seq_len": 32, "global_batch": 4}, "policy": {"precision": "fp32"},
-    }  # fmt: skip
-    return codec.load(RunSpec, table)
+    fields = {"seq_len": 32, "global_batch": 4, "precision": "fp32"}
+    return run_spec("llama-tiny", layout, device="cpu", steps=1, warmup=2, **fields)
 
 
 def marks(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -11,18 +11,12 @@ import torch
 from fourfold.engine.jobs.build import require_runnable
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, require_legal, why_not
-from fourfold.spec import catalog
-from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
-SPEC = RunSpec(
-    model=catalog.model("llama-tiny"),
-    gpus=4,
-    layout=Layout(shard=2, tp=2),
-    batch=Batch(seq_len=16, micro_batch=1, global_batch=4),
-    policy=Policy(precision="fp32", sharding="zero2"),
+SPEC = run_spec(
+    "llama-tiny", "dp2 tp2", seq_len=16, global_batch=4, precision="fp32", sharding="zero2"
 )
 
 

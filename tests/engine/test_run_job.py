@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,18 @@ from fourfold.result.one_rank import RankCount
 from fourfold.result.report import RunReport
 from fourfold.result.timing import LEAD, MOST_STEPS, WINDOW
 from fourfold.spec import codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault, RunSpec
+from tests.specs import run_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 def spec(layout: str, **fields: object) -> RunSpec:
-    parsed = Layout.parse(layout)
-    plain: dict = {
-        "batch": Batch(seq_len=32, micro_batch=3, global_batch=14),
-        "policy": Policy(precision="fp32"),
-        "steps": 1,
-        "warmup": 1,
-        "device": "cpu",
-        "step_limit_s": 120.0,
-    }
-    return RunSpec(model=model("llama-tiny"), gpus=parsed.world, layout=parsed, **(plain | fields))
+    plain = {
+        "seq_len": 32, "micro_batch": 3, "global_batch": 14, "precision": "fp32", "steps": 1,
+        "warmup": 1, "device": "cpu", "step_limit_s": 120.0,
+    }  # fmt: skip
+    return run_spec("llama-tiny", layout, **(plain | fields))
 
 
 def one(folder: Path, run: RunSpec, **options: str) -> RunReport:
@@ -50,7 +41,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[RunSpec, RunRep
     folder = tmp_path_factory.mktemp("run")
     runs = (
         spec("pp2 tp2", steps=2),
-        spec("dp2 cp2", policy=Policy(precision="fp32", sharding="zero3", recompute="full")),
+        spec("dp2 cp2", sharding="zero3", recompute="full"),
         spec("dp2x2", settle=True, steps=1),
     )
     job = Job(job="run", specs=runs, options=(("count", "true"), ("probe_s", "0.02")))
@@ -117,7 +108,7 @@ def test_fake_equals_real(real, which) -> None:
 
 def test_a_straight_line_is_exact() -> None:
     """11 micro batches counted at 4 and 5, against all 11 run; uneven last one included."""
-    run = spec("pp2 dp2", batch=Batch(seq_len=16, micro_batch=3, global_batch=62))
+    run = spec("pp2 dp2", seq_len=16, global_batch=62)
     assert run.batch.micro_count(2) == 11
     line, whole = count_rank(run, 0), dryrun._count(run, 0)
     assert line.counted_at == (4, 5)
@@ -129,10 +120,9 @@ def test_a_straight_line_is_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "virtual"), [("interleaved", 2), ("zero-bubble", 1)])
 def test_a_straight_line_is_exact_for_other_schedules(schedule, virtual) -> None:
-    policy = Policy(precision="fp32", schedule=schedule, virtual_stages=virtual)
-    batch = Batch(seq_len=16, micro_batch=3, global_batch=65)
-    run = spec("pp2 dp2", batch=batch, policy=policy)
-    plain = replace(run, policy=Policy(precision="fp32"))
+    sizes = {"seq_len": 16, "global_batch": 65}
+    run = spec("pp2 dp2", schedule=schedule, virtual_stages=virtual, **sizes)
+    plain = spec("pp2 dp2", **sizes)
     for rank in (0, 3):
         line, whole = count_rank(run, rank), dryrun._count(run, rank)
         assert line.counted_at
@@ -191,8 +181,7 @@ def test_an_allocators_refusal_shows_what_was_held(tmp_path: Path) -> None:
 def test_compiled_steps_on_a_cpu_are_measured_too(tmp_path: Path) -> None:
     """Within a fifth of the same run uncompiled: fusing keeps fewer tensors, none is invented."""
     plain = one(tmp_path / "a", spec("dp1", warmup=2))
-    policy = Policy(precision="fp32", compile=True)
-    compiled = one(tmp_path / "b", spec("dp1", warmup=2, policy=policy))
+    compiled = one(tmp_path / "b", spec("dp1", warmup=2, compile=True))
     assert compiled.outcome == "ok", compiled.failure
     assert 0.5 < compiled.memory[0].peak_bytes / plain.memory[0].peak_bytes < 1.2
     assert compiled.ranks[0].compile_s > 1.0
@@ -217,8 +206,8 @@ def test_who_holds_the_bad_weight_is_named(tmp_path: Path) -> None:
 
 def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
     """Between stages there are only sends and receives; the stack tells who waits for nobody."""
-    run = spec("pp4", step_limit_s=8.0, fault=Fault(kind="hang", rank=1, step=1))
-    report = one(tmp_path, replace(run, warmup=2))
+    run = spec("pp4", step_limit_s=8.0, fault=Fault(kind="hang", rank=1, step=1), warmup=2)
+    report = one(tmp_path, run)
     assert report.outcome == "hung"
     assert report.failure is not None
     assert (report.failure.rank, report.failure.stage) == (1, 1)

@@ -13,11 +13,8 @@ from fourfold.engine.process.task import Place, Task
 from fourfold.launch import permit
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 
 def through_host_memory(specs: list[RunSpec], folder: Path) -> list[dict]:
@@ -35,17 +32,8 @@ def through_host_memory(specs: list[RunSpec], folder: Path) -> list[dict]:
 
 
 def spec(layout: str, family: str = "llama", **policy) -> RunSpec:
-    where = Layout.parse(layout)
-    return RunSpec(
-        model=model(f"{family}-tiny"),
-        gpus=where.world,
-        layout=where,
-        batch=Batch(seq_len=32, global_batch=8, micro_batch=2),
-        policy=Policy(**{"precision": "fp32", "sequence_parallel": True, **policy}),
-        device="cpu",
-        steps=3,
-        warmup=0,
-    )
+    fields = {"seq_len": 32, "global_batch": 8, "micro_batch": 2, "precision": "fp32", **policy}
+    return run_spec(f"{family}-tiny", layout, device="cpu", steps=3, warmup=0, **fields)
 
 
 def test_every_axis_equals_one_process_through_host_memory(tmp_path):

@@ -26,10 +26,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files.stored import NotWholeError
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,9 +42,7 @@ def part(item: StateShard, *ends: tuple[int, int]) -> StateShard:
 
 
 def state(step: int) -> CheckpointState:
-    spec = RunSpec(
-        model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=8), policy=Policy(precision="fp32")
-    )
+    spec = run_spec("llama-tiny", seq_len=8, precision="fp32")
     return CheckpointState(step=step, updates=step, sequences=step, spec=spec)
 
 

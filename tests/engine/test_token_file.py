@@ -22,14 +22,11 @@ from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
 from tests.sampling import examples
 from tests.spec.token_files import write_array
+from tests.specs import run_spec
 
 SEQ_LEN = 8
 CPU = torch.device("cpu")
@@ -163,19 +160,9 @@ def test_what_cannot_be_trained_on_is_refused(name: str, tmp_path: Path) -> None
         damaged.batch(0, torch.arange(damaged.windows), torch.arange(SEQ_LEN))
 
 
-def run_of(name: str, layout: str, **policy: object) -> RunSpec:
-    parsed = Layout.parse(layout)
-    return RunSpec(
-        model=model("llama-tiny"),
-        gpus=parsed.world,
-        layout=parsed,
-        batch=Batch(seq_len=32, micro_batch=2, global_batch=5),
-        policy=Policy(precision="fp64", **policy),
-        steps=2,
-        warmup=1,
-        device="cpu",
-        data=name,
-    )
+def run_of(name: str, layout: str) -> RunSpec:
+    fields = {"seq_len": 32, "micro_batch": 2, "global_batch": 5, "precision": "fp64"}
+    return run_spec("llama-tiny", layout, steps=2, warmup=1, device="cpu", data=name, **fields)
 
 
 def test_a_run_names_its_source(name: str) -> None:

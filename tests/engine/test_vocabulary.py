@@ -10,11 +10,8 @@ import pytest
 
 from fourfold.engine.jobs import dryrun
 from fourfold.engine.observe.ledger import Ledger
-from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 # A prime: no other size of the model is a multiple of it, and the two ranks' parts differ.
 _VOCAB, _PARTS = 521, (261, 260)
@@ -40,9 +37,8 @@ def test_no_rank_holds_the_whole_vocabulary(monkeypatch, tied, sequence_parallel
     model = replace(
         shape("llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=_VOCAB), tied=tied
     )
-    policy = Policy(precision="fp32", sequence_parallel=sequence_parallel, sharding="zero1")
-    batch = Batch(seq_len=16, micro_batch=1, global_batch=2)
-    spec = RunSpec(model=model, gpus=2, layout=Layout(tp=2), batch=batch, policy=policy)
+    fields = {"seq_len": 16, "global_batch": 2, "precision": "fp32", "sharding": "zero1"}
+    spec = run_spec(model, "tp2", sequence_parallel=sequence_parallel, **fields)
     for rank, part in enumerate(_PARTS):
         shapes: set[tuple[int, ...]] = set()
         monkeypatch.setattr(dryrun, "Ledger", recorder(shapes))

@@ -27,16 +27,12 @@ from fourfold.result.report import Outcome, Prediction, Remedy, RunReport, StepR
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site
+from tests.specs import run_spec
 
 
 def spec(micro_batch: int = 1) -> RunSpec:
-    table = {
-        "model": "llama-tiny",
-        "gpus": 1,
-        "device": "cpu",
-        "batch": {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4},
-    }
-    return codec.load(RunSpec, table)
+    sizes = {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4}
+    return run_spec("llama-tiny", device="cpu", **sizes)
 
 
 class Fake:

@@ -15,12 +15,9 @@ from fourfold.launch import local, permit
 from fourfold.launch.permit import RANK_BYTES, Permit, most_ranks
 from fourfold.launch.ranks import worker_env
 from fourfold.result.job import Job
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import train as train_command
+from tests.specs import run_spec
 
 RUN = """\
 model = "llama-tiny"
@@ -35,10 +32,8 @@ env = {{ {name} = "{value}" }}
 
 
 def spec(ranks: int = 1, **env: str) -> RunSpec:
-    return RunSpec(
-        model=model("llama-tiny"), gpus=ranks, layout=Layout(shard=ranks), device="cpu",
-        batch=Batch(seq_len=32, global_batch=ranks), policy=Policy(env=tuple(env.items())),
-    )  # fmt: skip
+    fields = {"seq_len": 32, "global_batch": ranks, "env": tuple(env.items())}
+    return run_spec("llama-tiny", f"dp{ranks}", device="cpu", **fields)
 
 
 @pytest.fixture

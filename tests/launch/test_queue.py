@@ -28,6 +28,7 @@ from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest
 from fourfold.verbs.sites import left_to, submission, work_folder
 from tests.cli import Cli
+from tests.specs import run_spec
 
 COMMANDS = {
     "sbatch": 'number=$(($(ls {jobs} | wc -l) + 101)); echo PENDING >{jobs}/$number; echo $number',
@@ -63,9 +64,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def spec(micro_batch: int = 1) -> RunSpec:
-    batch = {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4}
-    table = {"model": "llama-tiny", "gpus": 1, "device": "cpu", "batch": batch}
-    return codec.load(RunSpec, table)
+    sizes = {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4}
+    return run_spec("llama-tiny", device="cpu", **sizes)
 
 
 def work(spec: RunSpec, place: Path) -> Work:

@@ -26,12 +26,11 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step import pipeline
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
-from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from tests.sampling import examples
+from tests.specs import run_spec
 
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
 small = st.sampled_from([name for name in catalog.model_names() if "tiny" in name]).map(
@@ -84,13 +83,8 @@ def test_times_of_our_engine_are_of_its_own_cut(
 ) -> None:
     assume(pp * virtual <= model.layers)
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    spec = RunSpec(
-        model=model,
-        gpus=pp,
-        layout=Layout(pp=pp),
-        batch=Batch(seq_len=seq_len, micro_batch=1, global_batch=pp),
-        policy=Policy(schedule=schedule, virtual_stages=virtual),
-    )
+    fields = {"seq_len": seq_len, "global_batch": pp, "schedule": schedule}
+    spec = run_spec(model, f"pp{pp}", virtual_stages=virtual, **fields)
     cluster = usual_cluster(catalog.device("h100-80gb"), pp)
     c = columns_of([spec], cluster=cluster, stack="fourfold")
     chunks = [len(part) for part in stage_layers(model, pp * virtual, seq_len)]

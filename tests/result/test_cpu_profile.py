@@ -24,13 +24,12 @@ from fourfold.result.profile import (
     read_profile,
 )
 from fourfold.search.predict import predict
-from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
+from fourfold.spec import codec
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import CP_KINDS
 from tests.result.test_profile import make
+from tests.specs import run_spec
 
 SHAPES = ((256, 512, 512), (128, 1408, 512), (1408, 512, 128), (512, 1024, 1024))
 
@@ -83,14 +82,8 @@ def profile() -> HardwareProfile:
 
 
 def spec(layout: Layout, **policy: object) -> RunSpec:
-    return RunSpec(
-        model=catalog.model("llama-mini"),
-        gpus=layout.world,
-        layout=layout,
-        batch=Batch(seq_len=128, micro_batch=1, global_batch=8),
-        policy=Policy(precision="fp32", **policy),  # type: ignore[arg-type]
-        device="cpu",
-    )
+    fields = {"seq_len": 128, "global_batch": 8, "precision": "fp32", "device": "cpu"}
+    return run_spec("llama-mini", layout, **fields, **policy)
 
 
 @given(st.floats(1e-13, 1e-8), st.floats(1e-12, 1e-8))

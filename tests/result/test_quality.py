@@ -30,11 +30,9 @@ from fourfold.result.timing import (
     verdict,
 )
 from fourfold.spec import codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
-SPEC = RunSpec(model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=8))
+SPEC = run_spec("llama-tiny", seq_len=8)
 
 
 def report(*, seconds: tuple[float, ...] = (1.0,) * 8, **fields: object) -> RunReport:

@@ -22,6 +22,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.cli import Cli
 from tests.search.test_plan import ask
+from tests.specs import run_spec
 
 POLICIES = [
     Policy(),
@@ -39,14 +40,8 @@ POLICIES = [
 
 def _asked(policy: Policy, stack: str = "fourfold") -> tuple[PlanQuery, RunSpec]:
     """A question that leaves nothing open, and the run it asks about."""
-    layout = Layout(pp=4, shard=2, tp=2)
-    spec = RunSpec(
-        model=ask().model,
-        gpus=16,
-        layout=layout,
-        batch=Batch(seq_len=2048, global_batch=32, micro_batch=1),
-        policy=policy,
-    )
+    sizes = {"seq_len": 2048, "global_batch": 32, "micro_batch": 1}
+    spec = run_spec(ask().model, "pp4 dp2 tp2", policy=policy, **sizes)
     searched = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
     fixed = {"pp": 4, "cp": 1, "tp": 2, "dp": 2, "replicate": 1, "micro_batch": 1}
     one = replace(
@@ -177,8 +172,6 @@ def test_zero_bubble_with_virtual_stages_from_the_command_line(cli: Cli) -> None
     row = cli.json(*argv, "--sharding", "zero1", "--recompute", "full")["ranked"][0]
     policy = Policy(schedule="zero-bubble", virtual_stages=2, recompute="full", sharding="zero1")
     batch = Batch(seq_len=8192, global_batch=64, micro_batch=1)
-    spec = RunSpec(
-        model=ask().model, gpus=16, layout=Layout(pp=4, shard=2, tp=2), batch=batch, policy=policy
-    )
+    spec = run_spec(ask().model, "pp4 dp2 tp2", batch=batch, policy=policy)
     (told,) = predict([spec], cluster=ask(gpus=16).cluster)
     assert told.step_s == pytest.approx(row["step_s"], rel=1e-9)

@@ -19,19 +19,13 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.codec import decode, encode
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 H100 = catalog.cluster("nvidia-h100")
 
 
 def columns(model: str, pp: int, stack: str) -> Columns:
-    spec = RunSpec(
-        model=catalog.model(model),
-        gpus=pp,
-        layout=Layout(pp=pp),
-        batch=Batch(seq_len=2048, global_batch=64),
-        policy=Policy(),
-    )
+    spec = run_spec(model, f"pp{pp}", seq_len=2048, global_batch=64)
     return columns_of([spec], cluster=H100, stack=stack)
 
 
@@ -66,7 +60,7 @@ def test_no_legal_cut_loses_a_layer(layers: int, pp: int, virtual: int, stack: s
     batch = Batch(seq_len=2048, global_batch=pp)
     if why_not(model, Layout(pp=pp), batch, policy, Target(stack=stack)):
         return
-    spec = RunSpec(model=model, gpus=pp, layout=Layout(pp=pp), batch=batch, policy=policy)
+    spec = run_spec(model, f"pp{pp}", batch=batch, policy=policy)
     c = columns_of([spec], cluster=H100, stack=stack)
     counts = chunk_layers(c, pp * virtual)[:, 0]
     assert counts.sum() == layers

@@ -6,20 +6,15 @@ from dataclasses import replace
 
 from fourfold.search.fixes import fixes, remedies
 from fourfold.search.predict import predict
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import cluster, model
+from fourfold.spec.catalog import cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 
 def spec(**layout: int) -> RunSpec:
-    found = Layout(**layout)
-    return RunSpec(
-        model=model("llama-3.2-1b-untied"),
-        gpus=found.world,
-        layout=found,
-        batch=Batch(seq_len=4096, micro_batch=4, global_batch=16),
-    )
+    sizes = {"seq_len": 4096, "micro_batch": 4, "global_batch": 16}
+    return run_spec("llama-3.2-1b-untied", Layout(**layout), **sizes)
 
 
 def words(run: RunSpec) -> set[str]:

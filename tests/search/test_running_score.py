@@ -10,11 +10,9 @@ from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import Outcome, Prediction, RankMemory, RunReport, StepReport
 from fourfold.search.running_score import scores, stored_predictions
-from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
-from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
-SPEC = RunSpec(model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=8, global_batch=4))
+SPEC = run_spec("llama-tiny", seq_len=8, global_batch=4)
 
 
 def run(
