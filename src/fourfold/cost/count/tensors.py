@@ -95,10 +95,11 @@ def _experts(model: ModelShape, moe: Moe) -> Iterator[Param]:
     yield from _linear("mlp.router", experts, hidden, "whole", bias=moe.router_bias)
     if moe.choice_bias:
         yield Param("mlp.router.choice_bias", (experts,))
+    made = _mlp(model, "", moe.ffn, "expert-rows", "expert-columns", bias=moe.expert_bias)
+    alike = [*made]  # once: a layer has hundreds of experts
     for expert in range(experts):
-        name, bias = f"mlp.experts.{expert}", moe.expert_bias
-        made = _mlp(model, name, moe.ffn, "expert-rows", "expert-columns", bias=bias)
-        yield from (Param(one.name, one.shape, one.cut, expert) for one in made)
+        name = f"mlp.experts.{expert}"
+        yield from (Param(f"{name}{one.name}", one.shape, one.cut, expert) for one in alike)
     if moe.shared_ffn:
         bias = model.biased("mlp")
         yield from _mlp(model, "mlp.shared", moe.shared_ffn, "rows", "columns", bias=bias)
