@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from famous import TABLES, famous_rows
 
-from fourfold.commands.score import fold_tables
+from fourfold.commands.fit import fold_tables
 from fourfold.cost.fit.accuracy import Result, fold_scores, study, timed_rows
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.folds import KINDS

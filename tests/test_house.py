@@ -184,19 +184,18 @@ def same_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def no_commands(trees: Mapping[str, ast.Module]) -> set[str]:
-    """Files of commands/ that no user can call: they have no docstring (the help) or no `run`."""
+    """Files of commands/ that declare no command, or one without a docstring (its help)."""
     return {
         name
         for name, tree in trees.items()
         if name.startswith("commands/") and not name.endswith("__init__.py")
-        if not ast.get_docstring(tree) or not {"run", "ACTIONS"} & _defined(tree)
+        if not all(helps := [bool(ast.get_docstring(one)) for one in _declared(tree)]) or not helps
     }
 
 
-def _defined(tree: ast.Module) -> set[str]:
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
-    return names | {t.id for node in assigned for t in node.targets if isinstance(t, ast.Name)}
+def _declared(tree: ast.Module) -> list[ast.FunctionDef]:
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [f for f in functions if any("'command'" in ast.dump(d) for d in f.decorator_list)]
 
 
 def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
@@ -256,7 +255,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert not same_names(trees())
 
 
-def test_every_file_of_commands_is_a_command() -> None:
+def test_every_file_of_commands_declares_commands() -> None:
     assert not no_commands(trees())
     assert not command_imports(trees())
 
@@ -289,13 +288,16 @@ def test_the_other_rules_can_fail() -> None:
         "a/b.py": ast.parse("from fourfold.a.c import x\nimport argparse\nclass A: ...\n" + late),
         "a/c.py": ast.parse("def f():\n    import fourfold.a.b\n"),
         "b.py": ast.parse("def f():\n    class A: ...\n"),
-        "commands/x.py": ast.parse('"""Help."""\nfrom fourfold.commands import y\ndef run(): ...'),
-        "commands/y.py": ast.parse("def run(): ..."),
+        "commands/x.py": ast.parse(
+            'from fourfold.commands import y\n@command()\ndef x():\n    """Help."""'
+        ),
+        "commands/y.py": ast.parse("@command()\ndef y(): ..."),
+        "commands/z.py": ast.parse("def z(): ..."),
     }
     assert circles(trees) == [["a/b.py", "a/c.py"]]
     assert with_argparse(trees) == {"a/b.py"}
     assert same_names(trees) == {"A": ["a/b.py", "b.py"]}
-    assert no_commands(trees) == {"commands/y.py"}
+    assert no_commands(trees) == {"commands/y.py", "commands/z.py"}
     assert command_imports(trees) == {"commands/x.py"}
     assert questions({"a.py": ast.parse('"""What is a? A.\n\nB."""'), **trees}) == {"a.py"}
     body = "def f():\n" + "    x = 1\n" * MAX_FUNCTION

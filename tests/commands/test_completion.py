@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.commands import COMMANDS
-from fourfold.commands.completion import candidates
+from fourfold.commands.serve import candidates
 from fourfold.spec import catalog
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.commands import sweep
+from fourfold.commands import load
 from fourfold.events import Event
 from fourfold.output import Stderr
 from fourfold.show.runs import _judged
@@ -77,7 +77,7 @@ def test_the_shown_sweep_files_are_sweeps() -> None:
     blocks = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (text,) = (block for block in blocks if "[sweep]" in block)
     assert expand(read_sweep(tomllib.loads(text))).total > 4
-    help_text = sweep.EXAMPLES.partition("\n")[2].partition("\nexamples:")[0]
+    help_text = load("sweep").examples.partition("\n")[2].partition("\nexamples:")[0]
     assert expand(read_sweep(tomllib.loads(help_text))).total == 18
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fourfold
-from fourfold.commands.score import fold_tables
+from fourfold.commands.fit import fold_tables
 from fourfold.cost.fit.accuracy import FoldScore, Score
 from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
 from fourfold.cost.fit.fit import fit_entries

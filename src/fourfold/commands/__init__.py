@@ -1,17 +1,18 @@
-"""The commands, grouped by kind of work; each is a parser, one call of a verb and one display."""
+"""The commands, grouped by kind of work; each is options, one call of a verb and one display."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from fourfold.events import OnEvent
     from fourfold.flag import Option
     from fourfold.output import Output
 
+Run: TypeAlias = "Callable[[Any, OnEvent], Output]"
 # kind of work -> name -> what it does; a command is imported only when it is called.
 GROUPS = {
     "plan": {
@@ -57,6 +58,23 @@ GROUPS = {
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+# file -> the commands it declares.
+_FILES = {
+    "data": "data weights",
+    "estimates": "calendar predict advise support",
+    "fit": "fit score exam",
+    "machines": "clusters calibrate demo",
+    "models": "models flops dryrun",
+    "plan": "plan",
+    "read": "collect diagnose",
+    "running": "bench sweep train",
+    "serve": "serve mcp completion",
+    "stored": "runs diff report lint",
+    "trace": "trace",
+    "verify": "verify engines",
+}
+_HOMES = {name: file for file, names in _FILES.items() for name in names.split()}
+_NONE: Mapping[str, Command] = MappingProxyType({})
 
 
 class Command(NamedTuple):
@@ -65,20 +83,25 @@ class Command(NamedTuple):
     name: str
     description: str
     options: tuple[Option, ...] = ()
-    run: Callable[[Any, OnEvent], Output] | None = None
+    run: Run | None = None
     examples: str = ""
     line: str = ""  # one line for the list of sub-commands
-    actions: Mapping[str, Command] = MappingProxyType({})
+    actions: Mapping[str, Command] = _NONE
+
+
+def command(
+    *options: Option, examples: str = "", line: str = "", actions: Mapping[str, Command] = _NONE
+) -> Callable[[Run], Command]:
+    """Make a command of a function, called as the function is; its docstring is the help."""
+    from inspect import cleandoc  # not for the overview, which declares none
+
+    def declared(run: Run) -> Command:
+        text = cleandoc(run.__doc__ or "")
+        return Command(run.__name__, text, options, run, examples, line, actions)
+
+    return declared
 
 
 def load(name: str) -> Command:
-    """The command's own file, and nothing else, is imported."""
-    module: ModuleType = importlib.import_module(f"fourfold.commands.{name}")
-    return Command(
-        name=name,
-        description=module.__doc__ or "",
-        options=getattr(module, "OPTIONS", ()),
-        run=getattr(module, "run", None),
-        examples=getattr(module, "EXAMPLES", ""),
-        actions=getattr(module, "ACTIONS", {}),
-    )
+    """The file that declares the command, and no other, is imported."""
+    return getattr(importlib.import_module(f"fourfold.commands.{_HOMES[name]}"), name)

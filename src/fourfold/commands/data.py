@@ -1,11 +1,4 @@
-"""Make and inspect token files, the --data of 'bench', 'sweep' and 'train'.
-
-'data make' writes NAME.bin (little-endian uint16 or uint32 tokens) and NAME.json, its description.
-Every FILE is one document, followed by an end token; of .jsonl and .parquet files every row is, by
-its field 'text' (--text-field). '-' is stdin. Without --tokenizer a token is a byte and 256 ends a
-document. 'data show' reads the whole file and verifies its checksum; it exits
-with 1 if that differs.
-"""
+"""What a training reads and what it leaves: token files and weights."""
 
 from __future__ import annotations
 
@@ -13,15 +6,16 @@ from typing import Any
 
 import fourfold
 from fourfold import options
-from fourfold.commands import Command
+from fourfold.commands import Command, command
+from fourfold.escape import FORMATS
 from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.table import Part, quantities
-from fourfold.units import show_bytes
-from fourfold.verbs.requests import TokensRequest
+from fourfold.units import counted, show_bytes
+from fourfold.verbs.requests import TokensRequest, WeightsRequest
 
-EXAMPLES = """\
+_DATA = """\
 examples:
   fourfold data make --out corpus README.md docs/*.md
   fourfold data make --out corpus --tokenizer llama/tokenizer.json books/*.txt
@@ -32,39 +26,26 @@ examples:
 """
 
 
+@command(*options.of(TokensRequest), options.FORMAT, line="make a token file from texts")
 def make(args: Any, show: OnEvent) -> Output:
+    """Turn texts into a token file."""
     answer = fourfold.make_tokens(options.load(TokensRequest, args), on_event=show)
-    return Output.of(answer, lambda: _page(answer))
+    return Output.of(answer, lambda: _tokens_page(answer))
 
 
+@command(
+    option("name", "name given to 'data make --out'", "NAME"),
+    option("--quick", "check only both ends of the file", switch=True),
+    options.FORMAT,
+    line="show and check a token file",
+)
 def show_file(args: Any, show: OnEvent) -> Output:
+    """Show and check a token file."""
     answer = fourfold.show_tokens(args.name, quick=bool(args.quick), on_event=show)
-    return Output.of(answer, lambda: _page(answer), status=int(answer.checksum == "differs"))
+    return Output.of(answer, lambda: _tokens_page(answer), status=int(answer.checksum == "differs"))
 
 
-ACTIONS = {
-    "make": Command(
-        "make",
-        "Turn texts into a token file.",
-        (*options.of(TokensRequest), options.FORMAT),
-        make,
-        line="make a token file from texts",
-    ),
-    "show": Command(
-        "show",
-        "Show and check a token file.",
-        (
-            option("name", "name given to 'data make --out'", "NAME"),
-            option("--quick", "check only both ends of the file", switch=True),
-            options.FORMAT,
-        ),
-        show_file,
-        line="show and check a token file",
-    ),
-}
-
-
-def _page(answer: Any) -> list[Part]:
+def _tokens_page(answer: Any) -> list[Part]:
     info, distinct = answer.info, answer.distinct_tokens
     checks = {
         "matches": "all tokens read",
@@ -86,3 +67,82 @@ def _page(answer: Any) -> list[Part]:
     if answer.first_text is not None:
         rows.append(["as text", ascii(answer.first_text)[1:-1][:60], ""])
     return [quantities(rows)]
+
+
+data = Command(
+    "data",
+    """\
+Make and inspect token files, the --data of 'bench', 'sweep' and 'train'.
+
+'data make' writes NAME.bin (little-endian uint16 or uint32 tokens) and NAME.json, its description.
+Every FILE is one document, followed by an end token; of .jsonl and .parquet files every row is, by
+its field 'text' (--text-field). '-' is stdin. Without --tokenizer a token is a byte and 256 ends a
+document. 'data show' reads the whole file and verifies its checksum; it exits
+with 1 if that differs.
+""",
+    examples=_DATA,
+    actions={"make": make, "show": show_file},
+)
+
+
+_WEIGHTS = """\
+examples:
+  fourfold weights export trained llama-out
+  fourfold weights export trained/checkpoints/step-00000300 llama-out --dtype bf16
+  python -c 'from transformers import AutoModelForCausalLM as A; A.from_pretrained("llama-out")'
+  fourfold train --weights llama-out --gpus 2 --steps 100 --out further
+  fourfold weights export trained torch-out --format dcp
+"""
+_FOLDERS = ("hf", "dcp")
+
+
+@command(
+    *options.of(WeightsRequest),
+    option(
+        "--format",
+        "of the folder: hf (default) or dcp; of what is printed: text (default), md, csv "
+        "or json; may be given twice",
+        choices=(*_FOLDERS, *FORMATS),
+        repeated=True,
+    ),
+    line="write a checkpoint as safetensors",
+)
+def export(args: Any, show: OnEvent) -> Output:
+    """Write a checkpoint as safetensors, or in torch's own format."""
+    folder_format = next((one for one in reversed(args.format or ()) if one in _FOLDERS), "hf")
+    request = options.load(WeightsRequest, args, folder_format=folder_format)
+    answer = fourfold.export_weights(request, on_event=show)
+    return Output.of(answer, lambda: _weights_page(answer))
+
+
+def _weights_page(answer: Any) -> list[Part]:
+    kind = ["model_type", answer.model_type, f"of {answer.model}"]
+    if answer.model_type == "dcp":
+        kind = ["format", "torch.distributed.checkpoint", f"weights and moments of {answer.model}"]
+    rows = [
+        [
+            "folder",
+            answer.out,
+            f"{counted(len(answer.files), 'file')}, {show_bytes(answer.size_bytes)}",
+        ],
+        kind,
+        ["values", answer.dtype, ""],
+        ["checkpoint", answer.checkpoint, f"after {counted(answer.step, 'step')}"],
+    ]
+    return [quantities(rows)]
+
+
+weights = Command(
+    "weights",
+    """\
+Export a training run's weights as a Hugging Face folder: config.json and safetensors.
+
+CHECKPOINT is a training folder (its newest checkpoint is used) or one checkpoint. Llama shapes
+are written as LlamaForCausalLM; learned positions with biases as GPT2LMHeadModel; ALiBi without
+biases as MptForCausalLM; rotary positions with LayerNorm and GELU as Starcoder2ForCausalLM. A shape
+that none of them computes is rejected. 'train --weights DIR' reads the folder back. '--format dcp'
+writes torch.distributed.checkpoint's own format instead: weights and moments of any shape.
+""",
+    examples=_WEIGHTS,
+    actions={"export": export},
+)

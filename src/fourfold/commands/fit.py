@@ -1,41 +1,56 @@
-"""Fit the cost model to measured runs: a calibration for every stack and cluster.
-
-At most 14 coefficients for time and 6 for memory are free per stack and cluster; priors keep the
-others at physical values (or at those of --prior). The file stores coefficients, residuals, row
-counts and cross-validated errors; 'predict', 'plan' and 'score' take it as --calibration.
-
---suggest K fits nothing: it names the K runs of the table that are most informative to measure. It
-uses configurations only, never results.
-"""
+"""The cost model against measured runs: fitted, scored, compared with other planners."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
+from fourfold.commands import command
+from fourfold.cost.fit.accuracy import FoldScore, Score
+from fourfold.cost.fit.folds import KINDS, MANY_ROWS
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
-from fourfold.show.table import Grid, named, table
+from fourfold.page.document import asset, grid_html, still_document
+from fourfold.show.pictures import accuracy_picture
+from fourfold.show.table import Grid, Part, named, or_dash, render, table
 from fourfold.spec import check
-from fourfold.verbs.requests import FitRequest
+from fourfold.verbs.exam import ExamRequest
+from fourfold.verbs.fit import Scores
+from fourfold.verbs.requests import FitRequest, ScoreRequest
 
-EXAMPLES = """\
+if TYPE_CHECKING:
+    from fourfold.verbs.exam import Entrant, Exam
+
+
+_FIT = """\
 examples:
   fourfold fit measured.csv --out mine.json
   fourfold fit measured.csv --prior mine.json --out better.json
   fourfold fit candidates.csv --suggest 10
 """
-OPTIONS = (
+
+
+@command(
     *options.of(FitRequest),
     option("--out", "file for the calibration (JSON)", "FILE"),
     options.FORCE,
     options.FORMAT,
+    examples=_FIT,
 )
+def fit(args: Any, show: OnEvent) -> Output:
+    """Fit the cost model to measured runs: a calibration for every stack and cluster.
 
+    At most 14 coefficients for time and 6 for memory are free per stack and cluster; priors keep
+    the others at physical values (or at those of --prior). The file stores coefficients, residuals,
+    row counts and cross-validated errors; 'predict', 'plan' and 'score' take it as --calibration.
 
-def run(args: Any, show: OnEvent) -> Output:
+    --suggest K fits nothing: it names the K runs of the table that are most informative to measure.
+    It uses configurations only, never results.
+    """
     request = options.load(FitRequest, args)
     if request.suggest is not None:
         picks = fourfold.suggest_runs(request, on_event=show)
@@ -58,3 +73,199 @@ def _entries(rows: list[dict[str, Any]]) -> Grid:
         ("free", lambda e: f"{len(e['free_time'])}+{len(e['free_memory'])}"),
         *named("cv median %=cv_median_pct:.1f", "cv p90 %=cv_p90_pct:.1f"),
     )
+
+
+_SCORE = """\
+examples:
+  fourfold score tests/golden/mpt.csv tests/golden/bloom.csv
+  fourfold score FOLDER/*.csv --cv --leave-out --few-shot --picture accuracy.png --format md
+  fourfold score FOLDER/*.csv --folds
+  fourfold score FOLDER/moe.csv --cv --pairs
+"""
+_NUMBERS = named(
+    "how", "source=score.source", "rows=score.rows", "median %=score.median_pct:.1f",
+    "p90 %=score.p90_pct:.1f", "bias %=score.bias_pct:.1f", "in interval %=score.coverage_pct:.0f",
+    "interval score=score.interval_score:.1f", "rank corr.=score.rank_correlation:.2f",
+    "regret %=score.regret_pct:.2f", "groups=score.groups:.0f", "memory %=score.memory_pct:.1f",
+    "fit %=score.fit_pct:.1f", "refused %=score.refused_pct:.1f", "missed %=score.missed_pct:.1f",
+    "unsure %=score.unsure_pct:.1f", "free",
+)  # fmt: skip
+
+
+@command(
+    *options.of(ScoreRequest),
+    option("--picture", "predicted against measured", "FILE.png"),
+    options.FORMAT,
+    examples=_SCORE,
+)
+def score(args: Any, show: OnEvent) -> Output:
+    """Score predictions against measured tables: error, bias, ranking, regret, fit, coverage.
+
+    Without a switch the calibration is used as it is (in-sample for rows it was fitted on). --cv
+    refits with each fold of layouts held out, --leave-out predicts each table from the others
+    alone, --few-shot fits the 10 runs per stack and cluster that 'fit --suggest' names. A source is
+    one file. --folds leaves out each layout, neighbourhoods (all runs that share all but one
+    setting), each source (the column of that name), GPU type, engine and cluster at once (abroad),
+    model, value of tp, cp, pp, sequence, range of dp, nodes and model size, and the largest worlds:
+    a table of all kinds of folds, sources alike (pooled: all rows alike), and one of all sources
+    (each source in each kind: --format json). --pairs: of runs over 2% apart of which all but one
+    setting (micro batch, precision, recompute, dispatcher, overlap, routing, capacity) are the
+    same, whether the faster one was predicted to be, and by how much their ratio was missed. Score:
+    width of the 80% interval and ten times what lies outside, of logarithms, in percent.
+    """
+    answer = fourfold.score(options.load(ScoreRequest, args), on_event=show)
+    if args.picture:
+        drawn = accuracy_picture(answer.results, args.picture)
+        files.write_bytes(args.picture, drawn, field="picture")
+        show(Event(f"picture in {args.picture}"))
+    scores = table((one for one in answer.results if one.how not in KINDS), *_NUMBERS)
+    more = [part for grid in (*_pairs_tables(answer), *fold_tables(answer)) for part in ("", grid)]
+    return Output.of(answer, lambda: [scores, *more])
+
+
+def _pairs_tables(answer: Scores) -> list[Grid]:
+    numbers = named("signs right %=signs_pct:.0f", "ratio off by %=ratio_pct:.1f")
+    grid = table(answer.pairs, *named("how", "one setting=knob", "pairs"), *numbers)
+    return [grid] if answer.pairs else []
+
+
+def fold_tables(answer: Scores) -> list[Grid]:
+    """Of all kinds of folds, and of all sources; none where no folds were asked for."""
+    return [_kinds_table(answer), _sources_table(answer)] if answer.folds else []
+
+
+def _kinds_table(answer: Scores) -> Grid:
+    return table(
+        answer.folds,
+        *named("left out=left_out", "sources", "rows"),
+        *named("median %=median_pct:.1f", "pooled %=pooled_pct:.1f", "p90 %=p90_pct:.1f"),
+        *named("inside %=coverage_pct:.0f"),
+        (f"of {MANY_ROWS}+ rows", _range),
+        *named("width %=width_pct:.0f", "score=interval_score:.0f"),
+    )
+
+
+def _range(one: FoldScore) -> str:
+    """Shares in the interval of the sources with many rows."""
+    least, most = (or_dash(v, ".0f") for v in (one.least_pct, one.most_pct))
+    return f"{least} to {most}" if least != "-" else "-"
+
+
+def _sources_table(answer: Scores) -> Grid:
+    """Each source held out by layout, left out, and with its engine and cluster left out: median
+    and share in the interval."""
+    kinds = ("layout", "source", "abroad")
+    # Two tables may have rows of one source.
+    by_kind = {(one.how, one.score.source, one.score.rows): one.score for one in answer.results}
+    sources = [one.score for one in answer.results if one.how == "layout"]
+    columns = named("source", "rows")
+    for kind in kinds:
+        for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):
+
+            def cell(one: Score, kind: str = kind, name: str = name, d: int = digits) -> str:
+                same = by_kind.get((kind, one.source, one.rows))
+                return or_dash(getattr(same, name, None), f".{d}f")
+
+            columns.append((f"{kind} {heading}", cell))
+    return table(sorted(sources, key=lambda one: -one.rows), *columns)
+
+
+_EXAM = """\
+examples:
+  fourfold exam --sit --page results.html
+  fourfold exam exam/season1 --check mine.csv
+  fourfold exam exam/season2 --new measured.csv other.csv
+"""
+
+
+@command(
+    *options.of(ExamRequest),
+    option("--page", "write the results as one page, .html or .md", "FILE"),
+    options.FORMAT,
+    examples=_EXAM,
+)
+def exam(args: Any, show: OnEvent) -> Output:
+    """Let planners sit an exam: the same measured runs for everyone, tasks without answers, one
+    scorer.
+
+    A season is a folder: tasks.csv (runs in the reference schema, without results), answers.csv,
+    and entrants/NAME.csv with entrants/NAME.toml, a card. A submission has row_id and step_s, and
+    if it can step_s_low and step_s_high (80%), mem_gb, fit_chance, as 'fourfold predict tasks.csv'
+    writes them; a blank step_s declines a task. Missing rows, NaN and negative numbers are errors.
+    """
+    style = (args.page or ".md").rpartition(".")[2]
+    check.that(style in ("html", "md"), "page", args.page, "must end in .html or .md")
+    answer = fourfold.exam(options.load(ExamRequest, args), on_event=show)
+    if args.page:
+        files.write_text(args.page, exam_page(answer, style))
+        show(Event(f"written to {args.page}"))
+    return Output.of(answer, lambda: exam_parts(answer))
+
+
+_RESULTS = named(
+    "entrant=card.name", "median %=common.median_pct:.1f", "p90 %=common.p90_pct:.1f",
+    "bias %=common.bias_pct:.1f", "rank corr.=common.rank_correlation:.2f",
+    "regret %=common.regret_pct:.1f", "fit right %=common.fit_pct:.0f",
+    "in 80% interval=common.coverage_pct:.0f", "its width %=common.width_pct:.0f",
+    "memory %=common.memory_pct:.1f", "declined",
+)  # fmt: skip
+
+
+def exam_parts(answer: Exam) -> Iterable[Part]:
+    yield (
+        f"{answer.season}: {answer.tasks} tasks, {answer.timed} timed; {answer.common} timed rows "
+        f"that every entrant answered; {answer.seen} rows were seen by fourfold's shipped "
+        "calibration (marked in answers.csv)"
+    )
+    yield ""
+    yield table(answer.entrants, *_RESULTS)
+    yield ""
+    yield "All rows that an entrant answered, by source: median error, rank correlation, regret"
+    yield ""
+    yield _by_source(answer)
+    yield ""
+    for one in answer.entrants:
+        card = one.card
+        by = f" ({', '.join(filter(None, (card.by, card.version)))})" if card.by else ""
+        link = f" {card.url}" if card.url else ""
+        yield f"{card.name}{by}: {card.how or 'no card'}. Saw: {card.saw}.{link}"
+
+
+def _by_source(answer: Exam) -> Grid:
+    columns = named("entrant=card.name")
+    for source in answer.entrants[0].by_source:
+
+        def cell(one: Entrant, source: str = source) -> str:
+            found = one.by_source[source]
+            said = (
+                or_dash(found.median_pct, ".1f"),
+                or_dash(found.rank_correlation, ".2f"),
+                or_dash(found.regret_pct, ".1f"),
+            )
+            return " / ".join(said) if found.rows else "-"
+
+        columns.append((source, cell))
+    return table(answer.entrants, *columns)
+
+
+_INTRO = (
+    "Planners predict runs that others measured and published: seconds per step, memory, whether "
+    "it fits. Tasks, answers, submissions and cards are files; anyone may enter. It is the only "
+    "published blind exam that we know. Season 1 was public before it was an exam: each card says "
+    "what of it the entrant saw. The error is of seconds per step; rank correlation (Kendall's "
+    "tau) and regret are of layouts that compete for one model on the same GPUs; regret is the "
+    "time that the entrant's first choice loses against the best measured one."
+)
+
+
+def exam_page(answer: Exam, style: str) -> str:
+    """One file: 'html' or 'md'."""
+    parts = [_INTRO, "", *exam_parts(answer)]
+    if style == "md":
+        written = [render(*one, style) if isinstance(one, Grid) else one for one in parts]
+        return "\n".join(["# Exam of planners", "", *written]) + "\n"
+    body = "\n".join(
+        grid_html(one) if isinstance(one, Grid) else f"<p>{escape(one)}</p>" for one in parts if one
+    )
+    title = "Exam of planners"
+    return still_document(title=title, style=asset("exam.css"), body=f"<h1>{title}</h1>\n{body}\n")

@@ -1,9 +1,4 @@
-"""List model presets, or show one model's shape and size.
-
-Without a name it lists every preset. With a name, or the path of a Hugging Face config.json, it
-shows the shape and exact parameter count; with layout flags also what the first rank of each
-pipeline stage (or --rank) holds and owns. Stages are balanced by cost, so their layers may differ.
-"""
+"""What a model is and what a rank of it does: commands that count, without a cost model."""
 
 from __future__ import annotations
 
@@ -11,12 +6,19 @@ from typing import Any
 
 import fourfold
 from fourfold import options
+from fourfold.commands import command
 from fourfold.errors import UserError
-from fourfold.events import OnEvent
+from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.show import shapes
+from fourfold.show.table import Part, named, table
+from fourfold.spec.layout import AXES
+from fourfold.spec.run import run_of
+from fourfold.units import counted, show_bytes
+from fourfold.verbs.flops import FlopsRequest
 
-EXAMPLES = """\
+_MODELS = """\
 examples:
   fourfold models
   fourfold models llama-3.1-8b
@@ -25,17 +27,23 @@ examples:
   fourfold models ./config.json --format json
   fourfold models ./Qwen3-8B                  a downloaded model's folder
 """
-OPTIONS = (
+
+
+@command(
     option("name", "a preset, or the path of a config.json or of its folder", "NAME", nargs="?"),
     option("--rank", "show one rank instead of the first of each stage", "R", read=int),
     *options.layout_options(),
     options.FORMAT,
+    examples=_MODELS,
 )
+def models(args: Any, show: OnEvent) -> Output:
+    """List model presets, or show one model's shape and size.
 
-
-def run(args: Any, show: OnEvent) -> Output:
-    from fourfold.show import shapes
-
+    Without a name it lists every preset. With a name, or the path of a Hugging Face config.json, it
+    shows the shape and exact parameter count; with layout flags also what the first rank of each
+    pipeline stage (or --rank) holds and owns. Stages are balanced by cost, so their layers may
+    differ.
+    """
     table = options.run_table(args)
     table.setdefault("batch", {}).setdefault("seq_len", 2048)
     if args.name is None:
@@ -45,3 +53,84 @@ def run(args: Any, show: OnEvent) -> Output:
         return Output.of(listed, lambda: shapes.models_page(listed))
     answer = fourfold.model(table | {"model": args.name}, rank=args.rank)
     return Output.of(answer, lambda: shapes.model_page(answer))
+
+
+_FLOPS = """\
+examples:
+  fourfold flops --model mpt-7b --seq-len 2048 --tokens-per-s 85144 --gpus 8 --gpu h100-80gb
+  fourfold flops --model llama-3.1-8b --seq-len 8192 --step-s 6.1 --global-batch 128 --gpus 8 \\
+      --gpu h100-80gb --precision fp8 --recompute selective
+"""
+
+
+@command(*options.of(FlopsRequest), *options.run_options(), options.FORMAT, examples=_FLOPS)
+def flops(args: Any, show: OnEvent) -> Output:
+    """Convert a measured speed to MFU, HFU and TFLOP/s under every published convention.
+
+    Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the
+    FLOPs per token are printed. A percentage is against the GPU's dense peak in the run's precision
+    (fp8 against the fp8 peak). HFU includes the recomputation of the policy.
+    """
+    run = options.run_table(args, note=notes(show))
+    answer = fourfold.flops(run, options.load(FlopsRequest, args))
+    return Output.of(answer, lambda: shapes.flops_page(answer))
+
+
+_DRYRUN = """\
+examples:
+  fourfold dryrun --model llama-3.1-8b --gpus 64 --tp 8 --pp 2 --seq-len 8192 --global-batch 64
+  fourfold dryrun --model gpt-181b --tp 8 --pp 12 --dp 4 --micro-batch 2 --global-batch 2048 \\
+      --seq-len 2048 --recompute full --sharding zero1 --precision fp16 --stages
+"""
+
+
+@command(
+    option("--rank", "rank to count (default 0)", "R", read=int, either="which"),
+    option("--stages", "count one rank of every pipeline stage", switch=True, either="which"),
+    *options.run_options(),
+    options.FORMAT,
+    examples=_DRYRUN,
+)
+def dryrun(args: Any, show: OnEvent) -> Output:
+    """Count what any rank of any layout holds, computes and sends, without hardware.
+
+    One process acts as the rank: every operator and collective of a step of the real engine runs on
+    fake tensors, which have shapes but no memory. It counts rank 0, --rank R, or with --stages one
+    rank of every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2
+    pp and extrapolated linearly.
+    """
+    spec = run_of(options.run_table(args, note=notes(show)))
+    answer = fourfold.dryrun(spec, rank=args.rank, stages=bool(args.stages), on_event=show)
+    return Output.of(answer, lambda: _page(answer))
+
+
+def _page(answer: Any) -> list[Part]:
+    from fourfold.result.one_rank import RESERVED_RATIO
+
+    spec, worst, moved = answer.spec, answer.worst, answer.moved_bytes
+    axes = [axis for axis in AXES if spec.layout.size(axis) > 1]
+    counts = table(
+        answer.counts,
+        *named("stage", "rank", "params:count", "state=state_bytes:bytes"),
+        *named("activations=activation_bytes:bytes", "peak=peak_bytes:bytes", "at=peak_phase"),
+        *named("FLOPs=flops:count"),
+        *((axis, lambda one, axis=axis: show_bytes(moved(one, axis))) for axis in axes),
+    )
+    low, high = RESERVED_RATIO
+    return [
+        counts,
+        "",
+        f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step; "
+        f"{', '.join(AXES)}: payload of collectives",
+        f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
+        *(
+            f"  {show_bytes(large.bytes):>10}  {large.kind}, {large.shape} {large.dtype}, "
+            f"{large.op} in {large.phase}"
+            for large in worst.largest[:3]
+        ),
+        f"on a GPU about {answer.peak_with_unseen_bytes / 1e9:.1f} GB; a dry run cannot see:",
+        *(f"  {show_bytes(part.bytes):>10}  {part.name} ({part.source})" for part in answer.unseen),
+        f"torch's allocator may reserve {low:g} to {high:g} times the peak (measured on an H200) "
+        "and returns it when short",
+        *([answer.extrapolation] if answer.extrapolation else []),
+    ]

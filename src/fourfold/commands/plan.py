@@ -1,9 +1,4 @@
-"""Find the fastest layout for a model on these GPUs, and whether it fits.
-
-Every legal layout is checked for memory and timed; the first is the fastest that is 90% sure to fit
-and that an engine with exported settings can run. Axes, sizes and policies given by flags are
-fixed, the search chooses the others.
-"""
+"""The planner's command, and its pages of one layout, of a front and of the largest that fits."""
 
 from __future__ import annotations
 
@@ -13,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
+from fourfold.commands import command
 from fourfold.cost.predict import whole_units
 from fourfold.errors import UserError, sentence
 from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.search.export import AROUND
-from fourfold.show import plan as shown
 from fourfold.show.calendar import calendar_page
 from fourfold.show.machines import stacks_page
 from fourfold.show.pictures import must_be_picture
@@ -45,7 +40,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.front import Front, Largest
 
 
-EXAMPLES = """\
+_PLAN = """\
 examples:
   fourfold plan --model gpt-3-175b --cluster jean-zay --gpus 384 --seq-len 2048 --global-batch 2048
   fourfold plan --model llama-3.1-8b --gpu h100-80gb --gpus 64 --seq-len 8192 --global-batch 512 \\
@@ -55,7 +50,9 @@ examples:
   fourfold plan ... --explain "pp12 dp4 tp8" --timeline schedule.html
   fourfold plan ... --export megatron --out settings && bash settings/run.sh --mock-data
 """
-OPTIONS = (
+
+
+@command(
     *options.run_options(),
     *options.of(PlanRequest),
     *options.of(CalendarRequest, "deadline", "budget", "chance", rare=True),
@@ -79,16 +76,24 @@ OPTIONS = (
     option("--details", "all columns, evidence, sensitivity and search statistics", switch=True),
     options.FORCE,
     options.FORMAT,
+    examples=_PLAN,
 )
+def plan(args: Any, show: OnEvent) -> Output:
+    """Find the fastest layout for a model on these GPUs, and whether it fits.
 
-
-def run(args: Any, show: OnEvent) -> Output:
+    Every legal layout is checked for memory and timed; the first is the fastest that is 90% sure to
+    fit and that an engine with exported settings can run. Axes, sizes and policies given by flags
+    are fixed, the search chooses the others.
+    """
     if args.stack == "list":
         known = fourfold.stacks(**options.given(args, "cluster", "gpu", "profile", "calibration"))
         return Output.of(known, lambda: stacks_page(known.stacks))
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
-    request = options.load(PlanRequest, args, **given)
+    return _answered(args, options.load(PlanRequest, args, **given), show)
+
+
+def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     if args.front:
         front = fourfold.front(request, args.front, on_event=show)
         return Output.of(front, lambda: front_page(front), 0 if front.points else 1)
@@ -113,7 +118,7 @@ def run(args: Any, show: OnEvent) -> Output:
     else:
         answer = fourfold.plan(request, on_event=show, second_process=True)
     status, details = 0 if answer.ranked else 1, bool(args.details)
-    return Output.of(answer, lambda: shown.page(answer, details=details), status=status)
+    return Output.of(answer, lambda: page(answer, details=details), status=status)
 
 
 def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:

@@ -1,12 +1,4 @@
-"""Show what every step of a parallel layer does on one rank: computed, or run with --run.
-
-Prints tensors as `name [symbolic] = [numbers]`, elements and bytes, FLOPs of one rank and of all,
-bytes sent and over which link, copy or view, and live and peak memory after every step.
-
-ulysses, allgather and ring split the sequence over all ranks (tp x cp x dp); mlp splits over tp; in
-mlp2d a rank has tokens/dp (gathered over tp) and ffn/tp; layer is a whole decoder layer of a model
-under tp x cp x dp, forward and backward.
-"""
+"""What every step of a parallel layer does on one rank, as blocks and tables."""
 
 from __future__ import annotations
 
@@ -15,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
+from fourfold.commands import command
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, AxisGroups, Program, spans
 from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
@@ -32,7 +25,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.trace import ComparedStep, Traced
 
 
-EXAMPLES = """\
+_TRACE = """\
 examples:
   fourfold trace ulysses --tokens 60000 --hidden 16384 --heads 128 --tp 8 --dp 2 --attention naive
   fourfold trace ring --model llama-3.1-8b --tokens 131072 --cp 16 --cluster nvidia-h100
@@ -40,14 +33,24 @@ examples:
   fourfold trace ring --tokens 512 --hidden 256 --heads 8 --cp 4 --dtype fp32 --run
   fourfold trace mlp2d --tokens 60000 --hidden 16384 --ffn 53248 --layers 126 --tp 8 --dp 2
 """
-OPTIONS = (
+
+
+@command(
     *options.of(TraceRequest),
     options.option("--picture", "draw memory over the steps", "FILE.png"),
     options.FORMAT,
+    examples=_TRACE,
 )
+def trace(args: Any, show: OnEvent) -> Output:
+    """Show what every step of a parallel layer does on one rank: computed, or run with --run.
 
+    Prints tensors as `name [symbolic] = [numbers]`, elements and bytes, FLOPs of one rank and of
+    all, bytes sent and over which link, copy or view, and live and peak memory after every step.
 
-def run(args: Any, show: OnEvent) -> Output:
+    ulysses, allgather and ring split the sequence over all ranks (tp x cp x dp); mlp splits over
+    tp; in mlp2d a rank has tokens/dp (gathered over tp) and ffn/tp; layer is a whole decoder layer
+    of a model under tp x cp x dp, forward and backward.
+    """
     answer = fourfold.trace(options.load(TraceRequest, args), on_event=show)
     if args.picture:
         drawn = trace_picture(answer.program, answer.steps, args.picture)

@@ -1,11 +1,4 @@
-"""Turn logs of other engines into measured rows for fit, score, predict and report.
-
-Reads logs of Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron, llm-foundry, DeepSpeed
-and the Hugging Face Trainer, exports of W&B and TensorBoard (CSV, JSON lines), nccl-tests output,
-the reference schema, and any CSV with --map. The configuration comes from what the engine prints; a
-run that lacks a field is kept as 'incomplete' and not fitted until --set, --fields or --cluster
-supplies it. Without --map, a CSV that is not understood makes a mapping file to fill in.
-"""
+"""What others wrote: logs of engines and traces of profilers."""
 
 from __future__ import annotations
 
@@ -13,31 +6,47 @@ from typing import Any
 
 import fourfold
 from fourfold import options
+from fourfold.commands import command
 from fourfold.events import OnEvent
 from fourfold.logs.nested import number
 from fourfold.logs.row import Row, shown_layout
+from fourfold.options import option
 from fourfold.output import Output
+from fourfold.page.diagnose import diagnosis_page
+from fourfold.page.document import check_page, write_page
+from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, Part
 from fourfold.units import counted
 from fourfold.verbs.collect import CollectRequest
+from fourfold.verbs.requests import DiagnoseRequest
 
-EXAMPLES = """\
+_COLLECT = """\
 examples:
   fourfold collect logs/ --cluster jean-zay
   fourfold collect train.log --set hardware=h100-80gb --stack megatron-lm-mine --out mine.csv
   fourfold collect colleague.csv > columns.toml        (a mapping file to fill in)
   fourfold collect colleague.csv --map columns.toml
 """
-OPTIONS = (
-    *options.of(CollectRequest),
-    *(one._replace(help="a field that logs do not say, such as hardware=h100-80gb", rare=False)
-      for one in options.run_options() if one.names == ("--set",)),
-    options.FORMAT,
-)  # fmt: skip
 _HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem GiB", "status"]
 
 
-def run(args: Any, show: OnEvent) -> Output:
+@command(
+*options.of(CollectRequest),
+    *(one._replace(help="a field that logs do not say, such as hardware=h100-80gb", rare=False)
+      for one in options.run_options() if one.names == ("--set",)),
+    options.FORMAT,
+examples=_COLLECT
+)  # fmt: skip
+def collect(args: Any, show: OnEvent) -> Output:
+    """Turn logs of other engines into measured rows for fit, score, predict and report.
+
+    Reads logs of Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron, llm-foundry,
+    DeepSpeed and the Hugging Face Trainer, exports of W&B and TensorBoard (CSV, JSON lines),
+    nccl-tests output, the reference schema, and any CSV with --map. The configuration comes from
+    what the engine prints; a run that lacks a field is kept as 'incomplete' and not fitted until
+    --set, --fields or --cluster supplies it. Without --map, a CSV that is not understood makes a
+    mapping file to fill in.
+    """
     fields = {path: text.strip().strip("\"'") for path, text in options.assignments(args)}
     answer = fourfold.collect(options.load(CollectRequest, args, fields=fields), on_event=show)
     if answer.proposals and (args.format or "text") == "text" and not answer.rows_read:
@@ -92,3 +101,40 @@ def _link(one: Any) -> str:
         f" of {counted(link['hosts'], 'host')}: "
         f"{link['bytes_per_s'] / 1e9:.1f} GB/s per rank{latency}; 'fourfold clusters new' takes it"
     )
+
+
+_DIAGNOSE = """\
+examples:
+  fourfold diagnose trace.json.gz
+  fourfold diagnose traces/ --what-if recompute=none --what-if micro_batch=2 --fix all
+  fourfold diagnose rank0.json.gz --html diagnosis.html
+  fourfold bench ... --trace own.json.gz && fourfold diagnose own.json.gz
+"""
+
+
+@command(
+    option("traces", "traces of one run: files, or a folder of ranks", "TRACE", nargs="+"),
+    *options.of(DiagnoseRequest),
+    option("--spec", "the run as a TOML file, where it is known", "FILE"),
+    option("--settings", "also show every setting with its evidence", switch=True),
+    option("--html", "write one page: bars and a timeline of a step", "FILE"),
+    options.FORCE,
+    options.FORMAT,
+    examples=_DIAGNOSE,
+)
+def diagnose(args: Any, show: OnEvent) -> Output:
+    """Tell why a traced run is slower than it should be: measured and expected seconds by part,
+    causes and remedies.
+
+    TRACE is a PyTorch profiler trace (Chrome JSON, plain or gzip), an nsys export (SQLite), or a
+    folder of ranks. Settings are read off the trace, each with its evidence; flags overrule them.
+    Expected seconds are the planner's for the same run on the same GPU, with an 80% interval.
+    """
+    table = options.run_table(args) if args.spec else {}
+    if args.html:
+        check_page(args.html, force=bool(args.force), charts=False)
+    request = options.load(DiagnoseRequest, args, spec=table)
+    answer = fourfold.diagnose(args.traces, request, on_event=show)
+    if args.html:
+        write_page(args.html, diagnosis_page(answer), on_event=show)
+    return Output.of(answer, lambda: page(answer, settings=bool(args.settings)))
