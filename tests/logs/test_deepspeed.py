@@ -7,72 +7,17 @@ from pathlib import Path
 
 import pytest
 
-import fourfold
 from fourfold.logs.row import Row, shown_layout
+from tests.logs import written
+from tests.logs.reading import collected, says
 
-_STAMP = "[2024-03-04 12:09:53,744] [INFO] [config.py:1000:print]"
-SETTINGS = f"""\
-[2024-03-04 12:09:53,743] [INFO] [config.py:996:print] DeepSpeedEngine configuration:
-{_STAMP}   activation_checkpointing_config  {{
-    "partition_activations": false,
-    "number_checkpoints": null
-}}
-{_STAMP}   bfloat16_enabled ............. True
-{_STAMP}   fp16_enabled ................. False
-{_STAMP}   gradient_accumulation_steps .. 4
-{_STAMP}   steps_per_print .............. 10
-{_STAMP}   train_batch_size ............. 128
-{_STAMP}   train_micro_batch_size_per_gpu  4
-{_STAMP}   world_size ................... 8
-{_STAMP}   zero_allow_untested_optimizer  False
-{_STAMP}   zero_enabled ................. True
-{_STAMP}   zero_optimization_stage ...... 3
-[2024-03-04 12:09:53,744] [INFO] [config.py:986:print_user_config]   json = {{
-    "train_micro_batch_size_per_gpu": 4,
-    "bf16": {{
-        "enabled": true
-    }},
-    "zero_optimization": {{
-        "stage": 3,
-        "stage3_max_live_parameters": 1.000000e+09
-    }}
-}}
-"""
-TRAINER = """\
-[INFO|configuration_utils.py:800] 2024-07-10 09:10:07,718 >> Model config LlamaConfig {
-  "architectures": [
-    "LlamaForCausalLM"
-  ],
-  "hidden_size": 4096,
-  "intermediate_size": 14336,
-  "model_type": "llama",
-  "num_attention_heads": 32,
-  "num_hidden_layers": 32,
-  "num_key_value_heads": 8,
-  "rope_scaling": null,
-  "tie_word_embeddings": false,
-  "vocab_size": 128256
-}
-
-[INFO|trainer.py:2134] 2024-07-10 09:10:09,515 >> ***** Running training *****
-[INFO|trainer.py:2135] 2024-07-10 09:10:09,515 >>   Num examples = 48,106
-[INFO|trainer.py:2137] 2024-07-10 09:10:09,515 >>   Instantaneous batch size per device = 2
-[INFO|trainer.py:2140] 2024-07-10 09:10:09,515 >>   Total train batch size (w. parallel, \
-distributed & accumulation) = 64
-[INFO|trainer.py:2141] 2024-07-10 09:10:09,515 >>   Gradient Accumulation steps = 4
-[INFO|trainer.py:2142] 2024-07-10 09:10:09,515 >>   Total optimization steps = 1,500
-"""
+SETTINGS, TRAINER = written.printed("deepspeed.txt"), written.printed("trainer.txt")
 
 
-def collected(tmp_path: Path, text: str, **fields: str) -> list[Row]:
+def row_of(tmp_path: Path, text: str, **fields: str) -> Row:
     (tmp_path / "run.log").write_text(text)
-    out = str(tmp_path / "out.csv")
-    request = fourfold.CollectRequest(logs=(str(tmp_path / "run.log"),), out=out, fields=fields)
-    return list(fourfold.collect(request).rows_read)
-
-
-def said(row: Row, *names: str) -> list[str]:
-    return [row[name] for name in names]
+    (row,) = collected(tmp_path / "run.log", out=tmp_path / "out.csv", **fields).rows_read
+    return row
 
 
 def speed(step: int, rate: float) -> str:
@@ -91,10 +36,9 @@ def test_deepspeed_by_the_speed_it_prints(tmp_path: Path) -> None:
     text = SETTINGS + "".join(
         speed(step, 64.0 if step > 10 else 32.0) for step in range(10, 90, 10)
     )
-    (row,) = collected(tmp_path, text)
-    assert said(row, "stack", "sharding", "precision") == ["deepspeed", "zero3", "bf16"]
-    assert said(row, "n_gpus", "dp", "tp", "pp", "mbs", "gbs") == ["8", "8", "1", "1", "4", "128"]
-    assert said(row, "step_s", "mem_gb") == ["2", "54.06"]
+    row = row_of(tmp_path, text)
+    says(row, "stack=deepspeed sharding=zero3 precision=bf16 n_gpus=8 dp=8 tp=1 pp=1 mbs=4")
+    says(row, "gbs=128 step_s=2 mem_gb=54.06")
     assert "seq_len" in row.missing
 
 
@@ -106,8 +50,8 @@ def test_old_releases_count_micro_batches_so_that_the_clock_says_more(tmp_path: 
         f"0/{n * 40}, SamplesPerSec=83.486, MemAllocated=0.26GB, MaxMemAllocated=9.02GB\n"
         for n in range(1, 90, 15)
     ]
-    (row,) = collected(tmp_path, SETTINGS + "".join(lines))
-    assert said(row, "step_s", "mem_gb") == ["0.1", "9.02"]  # 150 steps in 15 s
+    row = row_of(tmp_path, SETTINGS + "".join(lines))
+    says(row, "step_s=0.1 mem_gb=9.02")  # 150 steps in 15 s
 
 
 @pytest.mark.parametrize("has_block", [True, False])
@@ -122,18 +66,16 @@ def test_the_trainer_by_its_bar(tmp_path: Path, has_block: bool) -> None:
             "{'train_runtime': 6800.1, 'train_samples_per_second': 14.1, 'epoch': 1.0}\n",
         ]
     )  # fmt: skip
-    (row,) = collected(tmp_path, text)
-    assert said(row, "stack", "step_s") == ["hf-trainer", "4.5"]
+    row = row_of(tmp_path, text)
+    says(row, "stack=hf-trainer step_s=4.5")
     if has_block:
-        assert said(row, "n_gpus", "dp", "mbs", "gbs") == ["8", "8", "2", "64"]
-        assert said(row, "n_layers", "d_model", "n_kv_heads", "vocab", "tied") == [
-            "32", "4096", "8", "128256", "0",
-        ]  # fmt: skip
+        says(row, "n_gpus=8 dp=8 mbs=2 gbs=64")
+        says(row, "n_layers=32 d_model=4096 n_kv_heads=8 vocab=128256 tied=0")
 
 
 def test_the_trainer_without_a_bar_by_its_runtime(tmp_path: Path) -> None:
     end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
-    (row,) = collected(tmp_path, TRAINER + end)
+    row = row_of(tmp_path, TRAINER + end)
     assert row["step_s"] == "4.5"
 
 
@@ -143,7 +85,7 @@ def test_the_loss_of_a_router_says_that_there_are_experts(tmp_path: Path) -> Non
         "size:     8 | lm loss: 1.1E+01 | load_balancing_loss: 1.0E+00 |\n"
         for step in range(1, 5)
     )
-    (row,) = collected(tmp_path, steps, n_layers="8")
+    row = row_of(tmp_path, steps, n_layers="8")
     assert "dense-model" in row.missing
 
 
@@ -152,11 +94,11 @@ def test_a_drift_within_a_log_is_said(tmp_path: Path) -> None:
         f" iteration {n:4d}/ 100 | elapsed time per iteration (ms): {86_000 + 200 * n} | loss: 1 |"
         for n in range(1, 76)
     ]
-    (row,) = collected(tmp_path, "\n".join([*steps, ""]))
+    row = row_of(tmp_path, "\n".join([*steps, ""]))
     assert (
         "steps drift from 88.1 to 99.3 s within the log: the median is of neither end" in row.notes
     )
-    (steady,) = collected(tmp_path, "\n".join([*steps[:12], ""]))
+    steady = row_of(tmp_path, "\n".join([*steps[:12], ""]))
     assert not steady.notes
 
 
@@ -165,8 +107,8 @@ def test_replicas_are_kept(tmp_path: Path) -> None:
     step = "- INFO - step: {}  loss: 8.0  memory: 45.00GiB(56.00%)  tps: 5,000  tflops: 290.00\n"
     text = mesh + "".join(step.format(n) for n in range(1, 5))
     for fields in ({}, {"dp": "2x4"}):
-        (row,) = collected(tmp_path, text, **fields)
-        assert said(row, "dp", "note") == ["8", "zero3 over 8 ranks"]
+        row = row_of(tmp_path, text, **fields)
+        assert (row["dp"], row["note"]) == ("8", "zero3 over 8 ranks")
         assert shown_layout(row) == "pp1 dp2x4 cp2 tp1"
 
 
@@ -178,6 +120,6 @@ def test_an_engine_on_top_of_deepspeed_keeps_its_log(tmp_path: Path) -> None:
         "iterations:   0 | number of nan iterations:   0 |\n"
         for step in range(1, 9)
     )
-    (row,) = collected(tmp_path, SETTINGS + steps)
-    assert said(row, "step_s", "sharding") == ["4.1031", "zero3"]
+    row = row_of(tmp_path, SETTINGS + steps)
+    says(row, "step_s=4.1031 sharding=zero3")
     assert row["stack"].startswith("megatron")

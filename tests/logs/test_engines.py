@@ -17,7 +17,8 @@ import fourfold
 from fourfold.cost.table.reports import report_rows
 from fourfold.errors import UserError
 from fourfold.result.machine import process_born
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
+from fourfold.spec.run import RunSpec
 from fourfold.verbs.engines import engine_template, filled
 
 TESTS = Path(__file__).parent.parent
@@ -46,11 +47,13 @@ def template(folder: Path, how: str = "ok", **more: Any) -> str:
     return str(path)
 
 
-def bench(folder: Path, how: str = "ok", **more: Any) -> dict[str, Any]:
-    request = fourfold.BenchRequest(
-        runs=str(folder / "runs"), engine=template(folder, how, **more), cluster="mosaic-a100"
-    )
-    return fourfold.bench(RUN, request).runs[0]
+def asked(folder: Path, how: str = "ok", **more: Any) -> dict[str, str]:
+    engine = template(folder, how, **more)
+    return {"runs": str(folder / "runs"), "engine": engine, "cluster": "mosaic-a100"}
+
+
+def bench(folder: Path, how: str = "ok", run: Any = RUN, **more: Any) -> dict[str, Any]:
+    return fourfold.bench(run, fourfold.BenchRequest(**asked(folder, how, **more))).runs[0]
 
 
 def test_a_run_is_measured_from_its_log(tmp_path: Path) -> None:
@@ -83,11 +86,7 @@ def test_failures_are_outcomes(tmp_path: Path, how: str, outcome: str, words: st
 
 
 def test_what_the_engine_has_no_setting_for_is_illegal(tmp_path: Path) -> None:
-    run = {**RUN, "policy": {"precision": "bf16", "loss_chunks": 4}}
-    request = fourfold.BenchRequest(
-        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
-    )
-    (done,) = fourfold.bench(run, request).runs
+    done = bench(tmp_path, run={**RUN, "policy": {"precision": "bf16", "loss_chunks": 4}})
     assert done["outcome"] == "illegal"
     assert "loss_chunks" in (Path(done["folder"]) / "run.json").read_text()
 
@@ -120,11 +119,7 @@ def _with_fake() -> list[int]:
 
 def test_ctrl_c_ends_the_engine_and_stores_nothing(tmp_path: Path) -> None:
     spec = tmp_path / "run.toml"
-    spec.write_text(
-        'model = "llama-2-7b"\ngpus = 4\nsteps = 4\nwarmup = 1\n[layout]\ntp = 2\n'
-        "[batch]\nseq_len = 2048\nglobal_batch = 32\nmicro_batch = 1\n"
-        '[policy]\nprecision = "bf16"\n'
-    )
+    spec.write_text(codec.to_toml(codec.load(RunSpec, RUN)))
     command = [sys.executable, "-m", "fourfold", "bench", "--spec", str(spec), "--runs"]
     command += [str(tmp_path / "runs"), "--engine", template(tmp_path, "silent")]
     process = subprocess.Popen(
@@ -146,25 +141,19 @@ def test_ctrl_c_ends_the_engine_and_stores_nothing(tmp_path: Path) -> None:
 
 def test_a_sweep_keeps_engines_apart_and_resumes(tmp_path: Path) -> None:
     table = {**RUN, "layout": {}, "sweep": {"tp": [1, 2, 4], "micro_batch": [1, 3]}}
-    request = fourfold.SweepRequest(
-        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
-    )
+    request = fourfold.SweepRequest(**asked(tmp_path))
     first = fourfold.sweep(table, request)
     # Megatron wants whole micro batches: 3 does not divide any share of 32.
     assert first.counts["ok"] == 3
     assert first.counts["illegal"] == 3
     again = fourfold.sweep(table, request)
     assert all(run["resumed"] for run in again.runs)
-    other = fourfold.SweepRequest(
-        runs=str(tmp_path / "runs"), engine=template(tmp_path, "oom"), cluster="mosaic-a100"
-    )
+    other = fourfold.SweepRequest(**asked(tmp_path, "oom"))
     assert fourfold.sweep(table, other).counts["oom"] == 3
 
 
 def test_the_planners_choices_by_an_engine(tmp_path: Path) -> None:
-    request = fourfold.SweepRequest(
-        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
-    )
+    request = fourfold.SweepRequest(**asked(tmp_path))
     table = {name: RUN[name] for name in ("model", "steps", "warmup", "policy")}
     table |= {"gpus": 8, "batch": {"seq_len": 2048, "global_batch": 64}}
     source = fourfold.PlanSweep(table=table, count=3)

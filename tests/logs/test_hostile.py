@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fourfold
 from fourfold.errors import UserError
 from fourfold.logs import lines, nested
 from fourfold.logs.book import LogReader, read_log
@@ -25,7 +24,7 @@ from fourfold.logs.row import complete, row_of
 from fourfold.logs.series import MOST_LINES, Series
 from tests.fuzz import NASTY, damaged
 from tests.logs import test_shapes, written
-from tests.logs.test_readers import BLOOM, GOLDEN, one, rows, table
+from tests.logs.reading import BLOOM, GOLDEN, collected, one, rows, table
 from tests.sampling import examples
 
 TEXTS = {
@@ -57,9 +56,7 @@ def _survives(folder: Path, seed: int) -> None:
         content = damaged(content, rng, _NASTY)
     log.write_bytes(content)
     try:
-        answer = fourfold.collect(
-            fourfold.CollectRequest(logs=(str(log),), out=str(folder / "rows.out"))
-        )
+        answer = collected(log, out=folder / "rows.out")
     except UserError:
         return
     finally:
@@ -170,9 +167,7 @@ def test_a_clock_that_goes_back_is_not_a_negative_step(tmp_path: Path) -> None:
     table_.write_text(
         "Wall time,Step,Value\n" + "".join(f"{w},{n},1.5\n" for n, w in enumerate(walls, start=1))
     )
-    (row,) = fourfold.collect(
-        fourfold.CollectRequest(logs=(str(table_),), out=str(tmp_path / "o.csv"))
-    ).rows_read
+    (row,) = collected(table_, out=tmp_path / "o.csv").rows_read
     assert (float(row["step_s"]), row["steps"]) == (2.0, "4")
 
 
@@ -241,7 +236,7 @@ def test_a_gigabyte_under_a_memory_limit(tmp_path: Path) -> None:
 def test_a_folder_device_or_missing_file_is_said(tmp_path: Path) -> None:
     for path in ("/dev/zero", str(tmp_path / "none.log")):
         with pytest.raises(UserError):
-            fourfold.collect(fourfold.CollectRequest(logs=(path,), out=str(tmp_path / "o.csv")))
+            collected(path, out=tmp_path / "o.csv")
     os.mkfifo(tmp_path / "pipe.log")
     assert read_log(tmp_path / "pipe.log").runs == []
 
@@ -264,20 +259,10 @@ _TREES = st.dictionaries(
 )  # fmt: skip
 
 
-def _flat(tree: dict[str, Any], before: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}{key}.")
-        else:
-            flat[f"{before}{key}"] = str(value)
-    return flat
-
-
 @given(_TREES, st.integers(20, 100))
 @settings(max_examples=examples(80))
 def test_printed_configurations_are_read_back(tree: dict[str, Any], width: int) -> None:
-    expected = _flat(tree)
+    expected = {key: str(value) for key, value in _walk(tree)}
     for text in (repr(tree), pprint.pformat(tree, width=width)):
         reader = nested.Nested()
         for line in text.splitlines():
@@ -288,9 +273,10 @@ def test_printed_configurations_are_read_back(tree: dict[str, Any], width: int) 
     for line in json.dumps(tree, indent=2).splitlines():
         as_json.feed(line)
     words = {"True": "true", "False": "false", "None": "null"}
-    typed = _flat(tree)
-    for key, value in _walk(tree):
-        typed[key] = words.get(str(value), str(value)) if not isinstance(value, str) else value
+    typed = {
+        key: value if isinstance(value, str) else words.get(str(value), str(value))
+        for key, value in _walk(tree)
+    }
     assert {k: v for k, v in as_json.flat.items() if k in typed} == typed
 
 
@@ -345,9 +331,7 @@ def test_any_iteration_lines_are_read_exactly(seconds: list[float], unit: str, b
 
 
 def test_rows_of_the_reference_schema_pass_through(tmp_path: Path) -> None:
-    answer = fourfold.collect(
-        fourfold.CollectRequest(logs=(str(GOLDEN / "mpt.csv"),), out=str(tmp_path / "o.csv"))
-    )
+    answer = collected(GOLDEN / "mpt.csv", out=tmp_path / "o.csv")
     said = table(GOLDEN / "mpt.csv")
     assert len(answer.rows_read) == len(said)
     for row, cells in zip(answer.rows_read, said, strict=True):
@@ -359,10 +343,7 @@ def test_rows_of_the_reference_schema_pass_through(tmp_path: Path) -> None:
 def test_no_run_is_said_and_nothing_written(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("hello\nworld\n")
-    answer = fourfold.collect(
-        fourfold.CollectRequest(logs=(str(log),), out=str(tmp_path / "o.csv"))
-    )
-    assert not answer.ok
+    assert not collected(log, out=tmp_path / "o.csv").ok
     assert not (tmp_path / "o.csv").exists()
     assert rows(tmp_path, "") == []
 

@@ -15,16 +15,13 @@ import fourfold
 from fourfold.verbs.collect import Collected
 from tests.cli import Cli
 from tests.logs import written
-from tests.logs.test_readers import BLOOM
+from tests.logs.reading import BLOOM, collected
 
 SAMPLES = Path(__file__).parent.parent / "samples" / "logs"
 
 
 def _collected(name: str, out: Path) -> str:
-    request = fourfold.CollectRequest(
-        logs=(str(SAMPLES / name),), cluster="jean-zay", stack="megatron-lm-mine", out=str(out)
-    )
-    answer = fourfold.collect(request)
+    answer = collected(SAMPLES / name, out=out, cluster="jean-zay", stack="megatron-lm-mine")
     assert answer.ok
     assert all(row.is_usable for row in answer.rows_read)
     return answer.out
@@ -85,11 +82,8 @@ def test_how_a_name_was_read_is_said_of_answers_only(cli: Cli) -> None:
     assert cli(*words, "--seq-len", "8192", status=2).startswith("error: --seq-len 8192 exceeds ")
 
 
-def collected(folder: Path, *logs: str) -> Collected:
-    request = fourfold.CollectRequest(
-        logs=logs or (str(folder),), out=str(folder.parent / "rows.csv"), cluster="jean-zay"
-    )
-    return fourfold.collect(request)
+def of_folder(folder: Path) -> Collected:
+    return collected(folder, out=folder.parent / "rows.csv", cluster="jean-zay")
 
 
 def stored(folder: Path, name: str, *logs: str) -> Path:
@@ -113,9 +107,9 @@ def test_the_configuration_of_the_first_node_and_the_steps_of_the_last_are_one_r
     text = written.megatron(BLOOM[0])
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "train.log").write_text(text)
-    (whole,) = collected(tmp_path / "whole").rows_read
+    (whole,) = of_folder(tmp_path / "whole").rows_read
     place = stored(tmp_path, "a1_dp8_0", *halves(text))
-    answer = collected(tmp_path / "runs")
+    answer = of_folder(tmp_path / "runs")
     (row,) = answer.rows_read
     differs = ("row_id", "source", "log")
     assert {n: v for n, v in row.cells.items() if n not in differs} == {
@@ -131,7 +125,7 @@ def test_every_run_of_a_store_is_one_row_and_its_slowest_node_counts(tmp_path: P
     stored(tmp_path, "one", *logs)
     stored(tmp_path, "two", *logs[:2])
     for _ in range(2):  # collected again, rows take the place of the first
-        answer = collected(tmp_path / "runs")
+        answer = of_folder(tmp_path / "runs")
         assert [row["row_id"] for row in answer.rows_read] == ["one", "two"]
         assert answer.total == 2
     rates = [float(row["tokens_s_gpu"]) for row in answer.rows_read]
@@ -142,7 +136,7 @@ def test_every_run_of_a_store_is_one_row_and_its_slowest_node_counts(tmp_path: P
 def test_the_worst_end_of_any_node_is_the_runs_end(tmp_path: Path) -> None:
     head, _ = halves(written.megatron(BLOOM[0]))
     stored(tmp_path, "one", head + "SomeError: a peer is gone\n", "CUDA out of memory. Tried\n")
-    (row,) = collected(tmp_path / "runs").rows_read
+    (row,) = of_folder(tmp_path / "runs").rows_read
     assert (row["outcome"], row["n_layers"]) == ("oom", BLOOM[0]["n_layers"])
 
 
@@ -150,7 +144,7 @@ def test_a_log_of_steps_that_cannot_be_read_is_incomplete_not_failed(tmp_path: P
     text = written.megatron(BLOOM[0]).replace("elapsed time per iteration (s)", "elapsed time (?)")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "train.log").write_text(text)
-    (row,) = collected(tmp_path / "logs").rows_read
+    (row,) = of_folder(tmp_path / "logs").rows_read
     assert (row["status"], row.missing) == ("incomplete", ("step_s",))
     assert any("lines of steps could be read" in note for note in row.notes)
     assert int(row["unread_lines"]) > 1

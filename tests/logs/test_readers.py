@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 
-import fourfold
 from fourfold.errors import UserError
-from fourfold.logs.book import read_log
 from fourfold.logs.experts import megatron_experts
-from fourfold.logs.row import Row, complete, row_of, shown_layout
+from fourfold.logs.row import shown_layout
 from tests.logs import written
+from tests.logs.reading import BLOOM, GOLDEN, collected, one, rows, says, table
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def table(path: str | Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(Path(path).read_text().splitlines()))
-
-
-BLOOM = table(GOLDEN / "bloom.csv")
 # Columns that no log can know, and those that the collected row says in its own words.
 NOT_LOGGED = ("source", "model", "note", "flop_rule", "stack", "status")
-
-
-def rows(folder: Path, text: str | bytes, **given: str) -> list[Row]:
-    log = folder / "train.log"
-    log.write_bytes(text.encode() if isinstance(text, str) else text)
-    book = read_log(log)
-    return [complete(row_of(run, run.engine), given) for run in book.runs]
-
-
-def one(folder: Path, text: str | bytes, **given: str) -> Row:
-    (row,) = rows(folder, text, **given)
-    return row
 
 
 # --- Megatron
@@ -143,16 +121,8 @@ def test_a_single_line_that_may_hold_the_first_iteration_is_no_measurement(tmp_p
 
 
 def test_only_steps_of_the_last_batch_size_count(tmp_path: Path) -> None:
-    ramp = "".join(
-        written.iteration(step, seconds, batch, {"seq_len": "2048"}) + "\n"
-        for step, seconds, batch in [
-            (1, 9.0, 16),
-            (2, 1.0, 16),
-            (3, 1.0, 16),
-            (4, 2.0, 32),
-            (5, 2.0, 32),
-        ]
-    )
+    sizes = [(1, 9.0, 16), (2, 1.0, 16), (3, 1.0, 16), (4, 2.0, 32), (5, 2.0, 32)]
+    ramp = "".join(written.iteration(*one, {"seq_len": "2048"}) + "\n" for one in sizes)
     found = one(tmp_path, ramp)
     assert (found["gbs"], float(found["step_s"]), found["steps"]) == ("32", 2.0, "2")
     assert "2 of another batch size" in found["step_rule"]
@@ -218,15 +188,9 @@ def test_torchtitan(tmp_path: Path) -> None:
     found = one(tmp_path, written.titan([2000, 6600, 6650, 6640], ranks=3))
     assert float(found["tokens_s_gpu"]) == 6638  # the slowest of three ranks
     assert float(found["step_s"]) == pytest.approx(16 * 8192 / 6638 / 8)
-    names = (
-        "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "hardware",
-        "n_gpus", "dp", "tp", "mbs", "gbs", "sharding", "precision", "act_ckpt", "status",
-    )  # fmt: skip
-    assert [found[name] for name in names] == [
-        "32", "4096", "32", "8", "14336", "128256", "8192", "h100-80gb", "8", "8", "1", "2", "16",
-        "zero3", "bf16", "selective", "ok",
-    ]  # fmt: skip
-    assert (found["mem_gb"], found["steps"]) == ("54.3", "29")
+    says(found, "n_layers=32 d_model=4096 n_heads=32 n_kv_heads=8 d_ff=14336 vocab=128256")
+    says(found, "seq_len=8192 hardware=h100-80gb n_gpus=8 dp=8 tp=1 mbs=2 gbs=16 sharding=zero3")
+    says(found, "precision=bf16 act_ckpt=selective status=ok mem_gb=54.3 steps=29")
 
 
 H200 = Path(__file__).parents[2] / "results" / "h200" / "torchtitan"
@@ -242,10 +206,9 @@ def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
     (log,) = H200.glob(f"{run}*/engine.log")
     found = one(tmp_path, log.read_text())
     layers, recompute, micro, gib, seconds = TITAN_RUNS[run]
-    names = ("n_layers", "act_ckpt", "mbs", "hardware", "precision", "note", "status")
-    assert [found[name] for name in names] == [
-        layers, recompute, micro, "h200", "bf16", "torch.compile; real tokens", "ok",
-    ]  # fmt: skip
+    says(found, f"n_layers={layers} act_ckpt={recompute} mbs={micro}")
+    says(found, "hardware=h200 precision=bf16 status=ok")
+    assert found["note"] == "torch.compile; real tokens"
     assert float(found["mem_gb"]) == gib
     assert float(found["step_s"]) == pytest.approx(seconds, rel=0.01)
     assert not found["unread_lines"]
@@ -274,11 +237,8 @@ def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None
 def test_nanotron(tmp_path: Path) -> None:
     found = one(tmp_path, written.nanotron([9000, 4870, 4860, 4850, 4860]), hardware="h100-80gb")
     assert float(found["step_s"]) == 4.86
-    names = ("n_layers", "vocab", "n_gpus", "dp", "pp", "tp", "mbs", "gbs", "sharding", "precision",
-             "sequence_parallel", "act_ckpt", "status")  # fmt: skip
-    assert [found[name] for name in names] == [
-        "16", "49152", "8", "2", "2", "2", "4", "256", "zero1", "bf16", "1", "none", "ok",
-    ]  # fmt: skip
+    says(found, "n_layers=16 vocab=49152 n_gpus=8 dp=2 pp=2 tp=2 mbs=4 gbs=256 sharding=zero1")
+    says(found, "precision=bf16 sequence_parallel=1 act_ckpt=none status=ok")
     assert float(found["mem_gb"]) == pytest.approx(21.5e9 / 2**30)
 
 
@@ -288,36 +248,31 @@ def test_llm_foundry(tmp_path: Path) -> None:
     )
     assert float(found["tokens_s_gpu"]) == pytest.approx(10643)
     assert float(found["step_s"]) == pytest.approx(2048 * 96 / 8 / 10643)
-    names = ("n_layers", "d_ff", "n_gpus", "mbs", "gbs", "sharding", "precision", "note", "status")
-    assert [found[name] for name in names] == [
-        "32", "16384", "8", "6", "96", "zero3", "bf16", "pure", "ok",
-    ]  # fmt: skip
+    says(found, "n_layers=32 d_ff=16384 n_gpus=8 mbs=6 gbs=96 sharding=zero3 precision=bf16")
+    says(found, "note=pure status=ok")
 
 
 # --- one file for all
 
 
 def test_rows_are_kept_and_replaced_by_log(tmp_path: Path) -> None:
-    log, out = tmp_path / "a.log", str(tmp_path / "rows.csv")
+    log, out = tmp_path / "a.log", tmp_path / "rows.csv"
     log.write_text(written.megatron(BLOOM[0]))
-    request = fourfold.CollectRequest(logs=(str(log),), out=out)
-    first = fourfold.collect(request)
-    assert first.rows_read[0].missing == ("hardware",)
+    assert collected(log, out=out).rows_read[0].missing == ("hardware",)
     other = tmp_path / "b.log"
     other.write_text(written.megatron(BLOOM[1]))
-    fourfold.collect(fourfold.CollectRequest(logs=(str(other),), out=out, cluster="jean-zay"))
-    again = fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=out, cluster="jean-zay"))
+    collected(other, out=out, cluster="jean-zay")
+    again = collected(log, out=out, cluster="jean-zay")
     kept = table(out)
     assert again.total == 2
     assert {(row["row_id"], row["status"]) for row in kept} == {("a", "ok"), ("b", "ok")}
 
 
 def test_a_collected_table_is_completed_later(tmp_path: Path) -> None:
-    log, out = tmp_path / "a.log", str(tmp_path / "rows.csv")
+    log, out = tmp_path / "a.log", tmp_path / "rows.csv"
     log.write_text(written.megatron({**BLOOM[0], "status": "oom"}))
-    fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=out))
-    request = fourfold.CollectRequest(logs=(out,), out=out, fields={"hardware": "a100-80gb"})
-    (row,) = fourfold.collect(request).rows_read
+    collected(log, out=out)
+    (row,) = collected(out, out=out, hardware="a100-80gb").rows_read
     assert (row["status"], row["row_id"]) == ("oom", "a")
     assert len(table(out)) == 1
 
@@ -327,10 +282,8 @@ def test_fields_by_file_name(tmp_path: Path) -> None:
         (tmp_path / f"{name}.log").write_text(written.megatron(BLOOM[0]))
     side = tmp_path / "fields.toml"
     side.write_text('hardware = "a100-80gb"\n["b.*"]\nhardware = "a100-40gb"\n')
-    request = fourfold.CollectRequest(
-        logs=(str(tmp_path),), out=str(tmp_path / "o.csv"), side=str(side)
-    )
-    found = {Path(row["log"]).name: row["hardware"] for row in fourfold.collect(request).rows_read}
+    read = collected(tmp_path, out=tmp_path / "o.csv", side=str(side)).rows_read
+    found = {Path(row["log"]).name: row["hardware"] for row in read}
     assert found == {"a.log": "a100-80gb", "b.log": "a100-40gb"}
 
 
@@ -339,20 +292,18 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     log.write_text(written.megatron(BLOOM[0]))
     out.write_text("my,own,table\n1,2,3\n")
     with pytest.raises(UserError, match="was not written by this command"):
-        fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=str(out)))
+        collected(log, out=out)
     assert out.read_text() == "my,own,table\n1,2,3\n"
 
 
 def test_an_unknown_field_is_named(tmp_path: Path) -> None:
-    request = fourfold.CollectRequest(logs=("a",), fields={"gpu": "h100"})
     with pytest.raises(UserError, match="unknown field"):
-        fourfold.collect(request)
+        collected("a", out=tmp_path / "rows.csv", gpu="h100")
 
 
 def test_an_argument_list_without_an_end_printed_by_another_rank(tmp_path: Path) -> None:
     text = written.megatron(BLOOM[0])
-    end = "-------------------- end of arguments ---------------------"
-    rest = text.replace(end, "-" * 59).splitlines()
+    rest = text.replace(written.END_OF_ARGUMENTS, "-" * 59).splitlines()
     lines = [f"[default{7 if ' iteration ' in line else 0}]:{line}\n" for line in rest]
     for found in rows(tmp_path, "".join(lines) * 2, cluster="jean-zay"):
         assert (found["status"], found["n_layers"], float(found["step_s"])) == ("ok", "8", 769.99)
@@ -385,14 +336,11 @@ def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
         tmp_path, written.megatron(BLOOM[0]).replace("  num_layers ", f"{dump}  num_layers ", 1),
         cluster="jean-zay",
     )  # fmt: skip
-    wanted = {
-        "experts": "64", "experts_per_token": "6", "expert_ffn": "1408", "shared_ffn": "2816",
-        "ep": "4", "etp": "1", "dispatcher": "hybridep", "routing": "forced", "dense_layers": "1",
-        "kv_lora_rank": "512", "q_lora_rank": "", "head_dim": "192", "family": "deepseek",
-        "recompute_modules": "moe_act layernorm", "act_ckpt": "selective", "attn_kind": "mla",
-        "cuda_graph": "transformer_engine attn moe_router", "a2a_overlap": "0",
-    }  # fmt: skip
-    assert {name: found[name] for name in wanted} == wanted
+    says(found, "experts=64 experts_per_token=6 expert_ffn=1408 shared_ffn=2816 dense_layers=1")
+    says(found, "ep=4 etp=1 dispatcher=hybridep routing=forced a2a_overlap=0 act_ckpt=selective")
+    says(found, "kv_lora_rank=512 q_lora_rank= head_dim=192 family=deepseek attn_kind=mla")
+    assert found["recompute_modules"] == "moe_act layernorm"
+    assert found["cuda_graph"] == "transformer_engine attn moe_router"
     assert found.missing == ()
     assert shown_layout(found).endswith("ep4")
 

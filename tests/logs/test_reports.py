@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-import fourfold
-from fourfold.verbs.collect import Collected
+from tests.logs.reading import collected, says
 
 CONFIG: dict[str, Any] = {
     "test_id": "llama3_8b.1", "test_name": "llama3_8b", "description": "Llama 3 8B",
@@ -72,11 +71,6 @@ def rank_log(rank: int, milliseconds: float, steps: int = 12) -> str:
     return "".join(lines)
 
 
-def collected(*logs: Path, out: Path, **given: str) -> Collected:
-    names = tuple(str(log) for log in logs)
-    return fourfold.collect(fourfold.CollectRequest(logs=names, out=str(out), fields=given))
-
-
 @pytest.mark.parametrize("indent", [None, 4])
 def test_a_report_of_cloudai_is_a_row(indent: int | None, tmp_path: Path) -> None:
     path = tmp_path / "training_report.json"
@@ -84,16 +78,10 @@ def test_a_report_of_cloudai_is_a_row(indent: int | None, tmp_path: Path) -> Non
     answer = collected(path, out=tmp_path / "rows.csv", **GIVEN)
     (row,) = answer.rows_read
     assert answer.files[0].kind == "CloudAI"
-    assert (row["status"], row["missing"]) == ("ok", "")
-    assert float(row["step_s"]) == 5.0
-    assert row["steps"] == "10"  # neither the first, nor under the profiler, nor right after it
-    assert float(row["mem_gb"]) == 60.0
-    assert float(row["tflops_gpu"]) == 640.0
-    named = ("stack", "n_gpus", "gpus_per_node", "tp", "cp", "pp", "dp", "vpp", "family", "row_id")
-    assert [row[name] for name in named] == [
-        "megatron-bridge", "16", "8", "2", "1", "1", "8", "1", "llama", "llama3_8b.1"
-    ]  # fmt: skip
-    assert row["sequence_parallel"] == "1"
+    assert [float(row[name]) for name in ("step_s", "mem_gb", "tflops_gpu")] == [5.0, 60.0, 640.0]
+    says(row, "steps=10")  # neither the first, nor under the profiler, nor right after it
+    says(row, "status=ok missing= stack=megatron-bridge n_gpus=16 gpus_per_node=8 tp=2 cp=1 pp=1")
+    says(row, "dp=8 vpp=1 family=llama row_id=llama3_8b.1 sequence_parallel=1")
 
 
 def test_what_a_report_does_not_say_is_missing(tmp_path: Path) -> None:

@@ -7,21 +7,17 @@ from pathlib import Path
 
 import pytest
 
-import fourfold
 from fourfold.logs.book import read_log
 from fourfold.spec import nccl_tests
 from fourfold.spec.nccl_tests import unlabelled
 from tests.logs import written
-from tests.logs.test_readers import BLOOM, one, rows
+from tests.logs.reading import BLOOM, collected, one, rows, says
 
 
 def listed(*pairs: tuple[str, object], width: int = 48) -> str:
     """Megatron's list of arguments."""
     lines = [f"  {name} {'.' * (width - len(name))} {value}" for name, value in pairs]
-    head = "------------------------ arguments ------------------------"
-    return "\n".join(
-        [head, *lines, "-------------------- end of arguments ---------------------", ""]
-    )
+    return "\n".join([written.ARGUMENTS, *lines, written.END_OF_ARGUMENTS, ""])
 
 
 # --- who wrote a line
@@ -96,12 +92,9 @@ def test_the_first_releases_of_megatron(tmp_path: Path) -> None:
     )
     text += line.format(20, 1910.5, 0)
     found = one(tmp_path, text, hardware="a100-40gb")
-    names = ("tp", "pp", "dp", "mbs", "gbs", "d_ff", "vocab", "precision", "act_ckpt", "sharding")
-    assert [found[name] for name in names] == [
-        "2", "1", "32", "8", "256", "7680", "50432", "fp16", "full", "zero0",
-    ]  # fmt: skip
-    assert (float(found["step_s"]), found["steps"], found["mem_gb"]) == (1.9055, "10", "17")
-    assert (found["status"], found["engine"]) == ("ok", "megatron-lm")
+    says(found, "tp=2 pp=1 dp=32 mbs=8 gbs=256 d_ff=7680 vocab=50432 precision=fp16")
+    says(found, "act_ckpt=full sharding=zero0 steps=10 mem_gb=17 status=ok engine=megatron-lm")
+    assert float(found["step_s"]) == 1.9055
 
 
 def test_gpt_neox_says_behind_each_value_where_it_is_from(tmp_path: Path) -> None:
@@ -137,12 +130,8 @@ def test_gpt_neox_says_behind_each_value_where_it_is_from(tmp_path: Path) -> Non
         for n, s in ((10, 20.0), (20, 12.5), (30, 12.5), (40, 12.6))
     ]
     found = one(tmp_path, "\n".join([*lines, ""]), hardware="a100-40gb")
-    names = ("n_layers", "d_ff", "tied", "tp", "pp", "dp", "sharding", "mbs", "gbs", "precision",
-             "act_ckpt", "attention", "n_gpus", "status")  # fmt: skip
-    assert [found[name] for name in names] == [
-        "44", "24576", "0", "2", "4", "12", "zero1", "4", "384", "bf16", "full", "flash",
-        "96", "ok",
-    ]  # fmt: skip
+    says(found, "n_layers=44 d_ff=24576 tied=0 tp=2 pp=4 dp=12 sharding=zero1 mbs=4 gbs=384")
+    says(found, "precision=bf16 act_ckpt=full attention=flash n_gpus=96 status=ok")
     assert float(found["step_s"]) == 12.5
 
 
@@ -220,45 +209,7 @@ def test_a_bar_without_the_time_of_a_step_is_not_read(tmp_path: Path) -> None:
     assert (book.unread, book.runs) == (3, [])
 
 
-HYDRA = """\
-[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:36]
-
-    ************** Experiment configuration ***********
-[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:36]
-
-    ************** Experiment configuration ***********
-[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:37]
-    name: megatron_gpt
-    trainer:
-      devices: 8
-      num_nodes: 2
-      precision: bf16
-    exp_manager:
-      name: megatron_gpt
-      model_parallel_size: 99
-    model:
-      micro_batch_size: 4
-      global_batch_size: 128
-      tensor_model_parallel_size: 4
-      pipeline_model_parallel_size: 2
-      virtual_pipeline_model_parallel_size: null
-      encoder_seq_length: 2048
-      max_position_embeddings: ${.encoder_seq_length}
-      num_layers: 24
-      hidden_size: 2048
-      ffn_hidden_size: ${multiply:4, ${.hidden_size}}
-      num_attention_heads: 16
-      activations_checkpoint_granularity: selective
-      sequence_parallel: true
-      transformer_engine: true
-      share_embeddings_and_output_weights: false
-      optim:
-        name: distributed_fused_adam
-        betas:
-        - 0.9
-        - 0.95
-[NeMo I x:574] Padded vocab_size: 50688, original vocab_size: 50257, dummy tokens: 431.
-"""  # fmt: skip
+HYDRA = written.printed("nemo.txt")
 
 
 @pytest.mark.parametrize("mark", ["", "0: "])
@@ -268,13 +219,9 @@ def test_nemos_configuration(tmp_path: Path, mark: str) -> None:
     )
     text = "".join(f"{mark}{line}\n" for line in text.splitlines())
     found = one(tmp_path, text, hardware="a100-80gb")
-    names = ("n_layers", "d_model", "d_ff", "vocab", "seq_len", "tied", "n_gpus", "tp", "pp", "dp",
-             "mbs", "gbs", "sharding", "precision", "act_ckpt", "attention", "sequence_parallel",
-             "status")  # fmt: skip
-    assert [found[name] for name in names] == [
-        "24", "2048", "8192", "50688", "2048", "0", "16", "4", "2", "2", "4", "128", "zero1",
-        "bf16", "selective", "flash", "1", "ok",
-    ]  # fmt: skip
+    says(found, "n_layers=24 d_model=2048 d_ff=8192 vocab=50688 seq_len=2048 tied=0 n_gpus=16")
+    says(found, "tp=4 pp=2 dp=2 mbs=4 gbs=128 sharding=zero1 precision=bf16 act_ckpt=selective")
+    says(found, "attention=flash sequence_parallel=1 status=ok")
 
 
 def test_groups_of_ranks_say_the_layout(tmp_path: Path) -> None:
@@ -288,72 +235,10 @@ def test_groups_of_ranks_say_the_layout(tmp_path: Path) -> None:
     text += "".join(
         f"Training epoch 0, iteration {n}/9 | train_step_timing in s: 2.5\n" for n in (0, 1, 2)
     )
-    found = one(tmp_path, text)
-    assert [found[n] for n in ("dp", "cp", "tp", "pp", "n_gpus")] == ["2", "2", "2", "1", "8"]
+    says(one(tmp_path, text), "dp=2 cp=2 tp=2 pp=1 n_gpus=8")
 
 
-BRIDGE = """\
-======================================================================
-Configuration Summary (Non-Default Values vs Megatron Core)
-======================================================================
-
-[ddp] Non-default values (vs Mcore DistributedDataParallelConfig):
-  use_distributed_optimizer: True  (Mcore default: False)
-
-[model] Non-default values (vs Mcore TransformerConfig):
-  attention_backend: 'fused'  (Mcore default: <AttnBackend.auto: 5>)
-  bf16: True  (Mcore default: False)
-  ffn_hidden_size: 14336  (Mcore default: None)
-  gated_linear_unit: True  (Mcore default: False)
-  hidden_size: 4096  (Mcore default: 0)
-  num_attention_heads: 32  (Mcore default: 0)
-  num_layers: 32  (Mcore default: 0)
-  num_query_groups: 8  (Mcore default: None)
-  tensor_model_parallel_size: 2  (Mcore default: 1)
-
-----------------------------------------------------------------------
-Other Configuration Values:
-----------------------------------------------------------------------
-
-[train]:
-  global_batch_size: 128
-  micro_batch_size: 1
-
-[logger]:
-  log_interval: 1
-
-======================================================================
- > padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)
-"""
-YAML = """\
-checkpoint:
-  _target_: megatron.bridge.training.config.CheckpointConfig
-  save: null
-ddp:
-  _target_: megatron.bridge.training.config.DistributedDataParallelConfig
-  use_distributed_optimizer: true
-model:
-  _target_: megatron.bridge.models.Llama3ModelProvider8B
-  bf16: true
-  context_parallel_size: 1
-  ffn_hidden_size: 14336
-  gated_linear_unit: true
-  hidden_size: 4096
-  num_attention_heads: 32
-  num_layers: 32
-  num_query_groups: 8
-  pipeline_model_parallel_size: 1
-  seq_length: 8192
-  share_embeddings_and_output_weights: false
-  tensor_model_parallel_size: 2
-  attention_backend: fused
-  vocab_size: 128256
-train:
-  _target_: megatron.bridge.training.config.TrainingConfig
-  global_batch_size: 128
-  micro_batch_size: 1
-
-"""
+BRIDGE, YAML = written.printed("bridge.txt"), written.printed("bridge.yaml")
 
 
 @pytest.mark.parametrize(("config", "lacks"), [(BRIDGE, ("seq_len",)), (YAML, ())])
@@ -369,17 +254,10 @@ def test_megatron_bridges_configuration(
     )
     text += "[Rank 0] (after 4 iterations) memory (GB) | mem-max-reserved-gigabytes: 53.6870912\n"
     found = one(tmp_path, text, hardware="h100-80gb", n_gpus="8")
-    names = ("n_layers", "d_ff", "n_kv_heads", "vocab", "tp", "pp", "dp", "mbs", "gbs", "sharding",
-             "precision", "act_ckpt", "attention", "family")  # fmt: skip
-    assert [found[name] for name in names] == [
-        "32", "14336", "8", "128256", "2", "1", "4", "1", "128", "zero1", "bf16", "none", "flash",
-        "llama",
-    ]  # fmt: skip
-    assert (found["engine"], float(found["step_s"]), found["mem_gb"]) == (
-        "megatron-bridge",
-        9.5,
-        "50",
-    )
+    says(found, "n_layers=32 d_ff=14336 n_kv_heads=8 vocab=128256 tp=2 pp=1 dp=4 mbs=1 gbs=128")
+    says(found, "sharding=zero1 precision=bf16 act_ckpt=none attention=flash family=llama")
+    says(found, "engine=megatron-bridge mem_gb=50")
+    assert float(found["step_s"]) == 9.5
     assert found.missing == lacks
 
 
@@ -407,7 +285,7 @@ def test_meshes_of_old_torchtitan(tmp_path: Path, mesh: str, dp: str, tp: str) -
         for n, rate in [(1, 900), (10, 7000), (20, 7010), (30, 7020)]
     )
     found = one(tmp_path, text)
-    assert [found[n] for n in ("dp", "tp", "gbs", "mbs", "seq_len")] == [dp, tp, "32", "2", "8192"]
+    says(found, f"dp={dp} tp={tp} gbs=32 mbs=2 seq_len=8192")
     assert float(found["tokens_s_gpu"]) == 7010
 
 
@@ -432,10 +310,8 @@ def test_composers_batches_on_one_line_and_its_own_list(tmp_path: Path) -> None:
         for n, rate in [(38, 4000.5), (39, 4880.5), (40, 4890.5)]
     )
     found = one(tmp_path, text)
-    assert (float(found["tokens_s_gpu"]), found["n_gpus"]) == (
-        pytest.approx(4885.5, rel=1e-5),
-        "16",
-    )
+    says(found, "n_gpus=16")
+    assert float(found["tokens_s_gpu"]) == pytest.approx(4885.5, rel=1e-5)
 
 
 def titan_03(*said: str, rate: int = 5890) -> str:
@@ -475,9 +351,8 @@ def test_torchtitan_03_names_its_policy_and_counts_its_parameters(
     tmp_path: Path, said: tuple[str, ...], recompute: str, precision: str
 ) -> None:
     found = one(tmp_path, titan_03(*said))
-    known = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "dp", "tp")
-    assert [found[n] for n in known] == ["32", "4096", "32", "8", "14336", "128256", "0", "8", "2"]
-    assert (found["act_ckpt"], found["precision"]) == (recompute, precision)
+    says(found, "n_layers=32 d_model=4096 n_heads=32 n_kv_heads=8 d_ff=14336 vocab=128256 tied=0")
+    says(found, f"dp=8 tp=2 act_ckpt={recompute} precision={precision}")
     assert ("recipe rowwise" in found["note"]) == (precision == "fp8")
     assert float(found["step_s"]) == pytest.approx(32 * 8192 / 5890 / 16)
     lacks = {"precision": precision, "act_ckpt": recompute}
@@ -510,10 +385,8 @@ def test_argonnes_lines_have_other_names_and_marks(tmp_path: Path) -> None:
         for n, ms in ((1, 52000.0), (2, 14287.5), (3, 14541.4), (4, 900.0), (5, 14300.1))
     )
     found = one(tmp_path, text)
-    assert (found["engine"], float(found["step_s"])) == ("megatron-deepspeed", 14.3001)
-    assert [found[n] for n in ("gbs", "seq_len", "steps", "tflops_gpu")] == [
-        "256", "4096", "3", "32.1",
-    ]  # fmt: skip
+    says(found, "engine=megatron-deepspeed gbs=256 seq_len=4096 steps=3 tflops_gpu=32.1")
+    assert float(found["step_s"]) == 14.3001
     assert "1 skipped" in found["step_rule"]
 
 
@@ -635,8 +508,7 @@ def test_decimal_commas_and_lists_of_objects(
     tmp_path: Path, name: str, text: str, step_s: float, unread: int
 ) -> None:
     (tmp_path / name).write_text(text)
-    request = fourfold.CollectRequest(logs=(str(tmp_path / name),), out=str(tmp_path / "rows.csv"))
-    answer = fourfold.collect(request)
+    answer = collected(tmp_path / name, out=tmp_path / "rows.csv")
     (row,) = answer.rows_read
     assert (float(row["step_s"]), answer.files[0].book.unread) == (step_s, unread)
 
@@ -652,8 +524,7 @@ def test_every_run_of_an_export_is_a_row(tmp_path: Path) -> None:
         late = "" if step < 3 else "4.5"
         lines.append(f'"{step}","{9 if step == 1 else 2.5}","1","99","{late}","{late}","{late}"')
     log.write_text("\n".join([*lines, ""]))
-    request = fourfold.CollectRequest(logs=(str(log),), out=str(tmp_path / "rows.csv"))
-    found = fourfold.collect(request).rows_read
+    found = collected(log, out=tmp_path / "rows.csv").rows_read
     assert [(r["row_id"], float(r["step_s"]), r["steps"]) for r in found] == [
         ("tp2", 2.5, "5"), ("tp4", 4.5, "3"),
     ]  # fmt: skip

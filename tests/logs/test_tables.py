@@ -9,33 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fourfold
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
 from fourfold.errors import UserError
 from fourfold.logs.mapping import plain_heading, propose, read_mapping
 from fourfold.logs.row import COLUMNS, Row
 from fourfold.verbs.collect import Collected
+from tests.logs.reading import collected
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 COLLEAGUE = (SAMPLES / "colleague.csv").read_text()
 MAP = (SAMPLES / "colleague.toml").read_text()
 
 
-def collected(folder: Path, name: str, text: str, mapping: str = "", **more: str) -> Collected:
+def made(folder: Path, name: str, text: str, mapping: str = "", **more: str) -> Collected:
     (folder / name).write_text(text)
-    path = None
-    if mapping:
-        path = str(folder / "columns.toml")
-        Path(path).write_text(mapping)
-    request = fourfold.CollectRequest(
-        logs=(str(folder / name),), out=str(folder / "rows.csv"), map=path, fields=more
-    )
-    return fourfold.collect(request)
+    columns = folder / "columns.toml"
+    columns.write_text(mapping)
+    path = str(columns) if mapping else None
+    return collected(folder / name, out=folder / "rows.csv", map=path, **more)
 
 
 def test_a_table_without_a_mapping_gets_one_to_fill_in(tmp_path: Path) -> None:
-    answer = collected(tmp_path, "colleague.csv", COLLEAGUE)
+    answer = made(tmp_path, "colleague.csv", COLLEAGUE)
     assert (answer.ok, answer.rows_read) == (False, ())
     (text,) = answer.proposals
     said = tomllib.loads(text)
@@ -56,14 +52,14 @@ def test_elapsed_time_of_a_training_is_read_by_its_clock(tmp_path: Path) -> None
         f'"percentage": 98.9, "elapsed_time": "{time}", "remaining_time": "0:03:25"}}\n'
         for at, time in enumerate(times)
     )
-    answer = collected(tmp_path, "trainer_log.jsonl", lines)
+    answer = made(tmp_path, "trainer_log.jsonl", lines)
     (row,) = answer.rows_read
     assert float(row["step_s"]) == pytest.approx(6.0, abs=0.2)
     assert answer.files[0].book.unread == 0
 
 
 def test_a_colleagues_table_becomes_usable_rows(tmp_path: Path) -> None:
-    answer = collected(tmp_path, "colleague.csv", COLLEAGUE, MAP)
+    answer = made(tmp_path, "colleague.csv", COLLEAGUE, MAP)
     assert [row["status"] for row in answer.rows_read] == ["ok", "ok", "oom", "ok"]
     assert [row["dp"] for row in answer.rows_read] == ["16", "8", "2", "2"]
     assert [row["hardware"] for row in answer.rows_read] == 3 * ["a100-80gb"] + ["a100-40gb"]
@@ -75,13 +71,13 @@ def test_a_colleagues_table_becomes_usable_rows(tmp_path: Path) -> None:
 
 def test_units_and_words_of_a_table(tmp_path: Path) -> None:
     text = "Iteration time (ms),Peak mem MB,Result\n2500,40960,completed\n0,0,Out of memory\n"
-    proposed = tomllib.loads(collected(tmp_path, "a.csv", text).proposals[0])
+    proposed = tomllib.loads(made(tmp_path, "a.csv", text).proposals[0])
     assert proposed["columns"]["step_s"] == {"column": "Iteration time (ms)", "unit": "ms"}
     mapping = (
         '[columns]\nstep_s = {column = "Iteration time (ms)", unit = "ms"}\n'
         'mem_gb = {column = "Peak mem MB", unit = "MB"}\nstatus = "Result"\n'
     )
-    first, second = collected(tmp_path, "a.csv", text, mapping).rows_read
+    first, second = made(tmp_path, "a.csv", text, mapping).rows_read
     assert (first["step_s"], first["mem_gb"], first["outcome"]) == ("2.5", "40", "ok")
     assert (second["step_s"], second["outcome"]) == ("", "oom")
 
@@ -99,7 +95,7 @@ def test_units_and_words_of_a_table(tmp_path: Path) -> None:
 )
 def test_a_wrong_mapping_is_named(tmp_path: Path, mapping: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        collected(tmp_path, "a.csv", COLLEAGUE, mapping)
+        made(tmp_path, "a.csv", COLLEAGUE, mapping)
 
 
 @given(st.lists(st.text(min_size=1, max_size=20), max_size=30))
@@ -125,36 +121,30 @@ def _row(answer: Collected) -> Row:
 def test_wandb_export(tmp_path: Path) -> None:
     text = '"Step","run1 - iteration-time","run1 - iteration-time__MIN"\n'
     text += "".join(f'"{n}","{s}","{s}"\n' for n, s in [(1, 9.5), (2, 2.5), (3, 2.25), (4, 2.75)])
-    row = _row(collected(tmp_path, "wandb.csv", text, n_gpus="8"))
+    row = _row(made(tmp_path, "wandb.csv", text, n_gpus="8"))
     assert (float(row["step_s"]), row["steps"], row["n_gpus"]) == (2.5, "3", "8")
 
 
 def test_tensorboard_export_of_a_tag(tmp_path: Path) -> None:
     text = "Wall time,Step,Value\n"
     text += "".join(f"{1e9 + 10 * n},{n},{s}\n" for n, s in [(1, 9.5), (2, 2.5), (3, 2.25)])
-    row = _row(collected(tmp_path, "run-a-tag-iteration-time.csv", text))
+    row = _row(made(tmp_path, "run-a-tag-iteration-time.csv", text))
     assert float(row["step_s"]) == 2.375
-    row = _row(collected(tmp_path, "run-a-tag-lm-loss.csv", text))
+    row = _row(made(tmp_path, "run-a-tag-lm-loss.csv", text))
     assert float(row["step_s"]) == 10.0  # the wall clock between steps
 
 
 def test_tensorboard_json(tmp_path: Path) -> None:
     text = "[[1.0, 1, 9.5], [2.0, 2, 2.5], [3.0, 3, 2.25], [4.0, 4]]"
-    answer = collected(tmp_path, "run-a-tag-iteration-time.json", text)
+    answer = made(tmp_path, "run-a-tag-iteration-time.json", text)
     assert (float(_row(answer)["step_s"]), answer.files[0].book.unread) == (2.375, 1)
 
 
 def test_a_folder_may_hold_other_files(tmp_path: Path) -> None:
     (tmp_path / "README.txt").write_text("hello\n")
     (tmp_path / "colleague.csv").write_text(COLLEAGUE)
-    request = fourfold.CollectRequest(
-        logs=(str(SAMPLES / "logs"),), out=str(tmp_path / "o.csv"), cluster="jean-zay"
-    )
-    assert fourfold.collect(request).ok
-    only = fourfold.CollectRequest(
-        logs=(str(tmp_path / "README.txt"),), out=str(tmp_path / "p.csv")
-    )
-    assert not fourfold.collect(only).ok
+    assert collected(SAMPLES / "logs", out=tmp_path / "o.csv", cluster="jean-zay").ok
+    assert not collected(tmp_path / "README.txt", out=tmp_path / "p.csv").ok
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -164,7 +154,7 @@ def test_json_lines(tmp_path: Path) -> None:
         for n, r in [(1, 100.0), (10, 4000.0), (20, 4096.0), (30, 4100.0)]
     )
     text += "not json\n"
-    answer = collected(tmp_path, "history.jsonl", text)
+    answer = made(tmp_path, "history.jsonl", text)
     row = _row(answer)
     assert float(row["tokens_s_gpu"]) == pytest.approx(4096)
     assert float(row["step_s"]) == pytest.approx(64 * 2048 / 4096 / 8)
@@ -172,8 +162,7 @@ def test_json_lines(tmp_path: Path) -> None:
 
 
 def test_nccl_tests_tell_of_links_not_of_runs(tmp_path: Path) -> None:
-    log = str(SAMPLES / "all_reduce_4x8.log")
-    answer = fourfold.collect(fourfold.CollectRequest(logs=(log,), out=str(tmp_path / "o.csv")))
+    answer = collected(SAMPLES / "all_reduce_4x8.log", out=tmp_path / "o.csv")
     link = answer.files[0].link
     assert link is not None
     assert (link["op"], link["hosts"], link["ranks"], answer.ok) == ("all_reduce", 4, 32, True)

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 Row = Mapping[str, str]
+ARGUMENTS = "------------------------ arguments ------------------------"
+END_OF_ARGUMENTS = "-------------------- end of arguments ---------------------"
+
+
+def printed(name: str) -> str:
+    """A configuration as an engine prints it."""
+    return (Path(__file__).parent / "printed" / name).read_text()
 
 
 def megatron(row: Row, *, deepspeed: bool = True) -> str:
@@ -17,12 +25,12 @@ def megatron(row: Row, *, deepspeed: bool = True) -> str:
         "using world size: {}, data-parallel-size: {}, tensor-model-parallel size: {}, "
         "pipeline-model-parallel size: {}".format(*(row[n] for n in ("n_gpus", "dp", "tp", "pp"))),
         "using torch.float16 for parameters ...",
-        "------------------------ arguments ------------------------",
+        ARGUMENTS,
         *(
             f"  {name} {'.' * (48 - len(name))} {value}"
             for name, value in _arguments(row, deepspeed)
         ),
-        "-------------------- end of arguments ---------------------",
+        END_OF_ARGUMENTS,
         "setting number of micro-batches to constant 128",
         f" > padded vocab (size: 250680) with 200 dummy tokens (new size: {row['vocab']})",
         "[before the start of training step] datetime: 2022-02-17 20:01:11",
@@ -167,47 +175,7 @@ def titan(tps: list[int], *, freq: int = 10, config: bool = True, ranks: int = 1
 def nanotron(step_ms: list[float]) -> str:
     """8 GPUs as dp2 pp2 tp2, three digits and a letter in every number."""
     head = "07/03/2024 14:12:03 [INFO|DP=0|PP=0|TP=0|ip-26-0-161-153]: "
-    config = """Config:
-Config(general=GeneralArgs(project='bench', run='llama', seed=42, step=None,
-                           benchmark_csv_path=None, ignore_sanity_checks=True),
-       parallelism=ParallelismArgs(dp=2,
-                                   pp=2,
-                                   tp=2,
-                                   pp_engine=<nanotron.parallel.OneForward object at 0x7f>,
-                                   tp_mode=<TensorParallelLinearMode.REDUCE_SCATTER: 2>,
-                                   tp_linear_async_communication=True,
-                                   expert_parallel_size=1),
-       model=ModelArgs(model_config=LlamaConfig(bos_token_id=1,
-                                                hidden_act='silu',
-                                                hidden_size=2048,
-                                                intermediate_size=8192,
-                                                is_llama_config=True,
-                                                num_attention_heads=32,
-                                                num_hidden_layers=16,
-                                                num_key_value_heads=32,
-                                                tie_word_embeddings=False,
-                                                vocab_size=49150),
-                       init_method=RandomInit(std=0.02),
-                       dtype=torch.bfloat16,
-                       make_vocab_size_divisible_by=1,
-                       ddp_bucket_cap_mb=25),
-       tokenizer=TokenizerArgs(tokenizer_name_or_path="it's a (name, really)"),
-       logging=LoggingArgs(log_level='info', iteration_step_info_interval=1),
-       tokens=TokensArgs(sequence_length=4096, train_steps=20, micro_batch_size=4,
-                         batch_accumulation_per_replica=32),
-       optimizer=OptimizerArgs(zero_stage=1, weight_decay=0.01,
-                               learning_rate_scheduler=LRSchedulerArgs(learning_rate=0.0003)),
-       data=DataArgs(dataset=None, seed=42))
-Model Config:
-LlamaConfig(bos_token_id=1,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_attention_heads=32,
-            num_hidden_layers=16,
-            num_key_value_heads=32,
-            tie_word_embeddings=False,
-            vocab_size=49152)"""
-    lines = [head + line for line in config.splitlines()]
+    lines = [head + line for line in printed("nanotron.txt").splitlines()]
     for step, elapsed in enumerate(step_ms, start=1):
         lines.append(
             f"{head}iteration: {step} / 20 | consumed_tokens: {human(step * 1048576)} | "
@@ -229,45 +197,9 @@ def human(value: float) -> str:
     return f"{rounded:f}".rstrip("0").rstrip(".") + ["", "K", "M", "G", "T"][power]
 
 
-COMPOSER = """\
-variables:
-  max_seq_len: 2048
-max_seq_len: 2048
-model:
-  name: mpt_causal_lm
-  init_device: meta
-  d_model: 4096
-  n_heads: 32
-  n_layers: 32
-  expansion_ratio: 4
-  vocab_size: 50368
-  attn_config:
-    attn_impl: flash
-tokenizer:
-  name: EleutherAI/gpt-neox-20b
-  kwargs:
-    model_max_length: 2048
-callbacks:
-  speed_monitor:
-    window_size: 10
-eval_loader:
-  dataset:
-  - split: val
-    keys: [a, b]
-global_train_batch_size: 96
-device_train_microbatch_size: 6
-precision: amp_bf16
-fsdp_config:
-  sharding_strategy: FULL_SHARD
-  mixed_precision: PURE
-  activation_checkpointing: false
-n_gpus: 8
-device_train_batch_size: 12
-"""
-
-
 def composer(rates: list[float]) -> str:
-    lines = ["2024-05-01 10:00:00,000: rank0[412][MainThread]: INFO: Logging config", COMPOSER]
+    lines = ["2024-05-01 10:00:00,000: rank0[412][MainThread]: INFO: Logging config"]
+    lines += [printed("composer.yaml")]
     for batch, rate in enumerate(rates, start=1):
         lines += [
             f"[batch={batch}/30]:",

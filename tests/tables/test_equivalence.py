@@ -17,7 +17,7 @@ from fourfold.spec.words import Routing
 from fourfold.tables.derive import derive, equivalence, published
 from fourfold.tables.forms import write
 from tests.logs import written
-from tests.logs.test_readers import BLOOM
+from tests.logs.reading import BLOOM
 from tests.page.sample import report
 
 RANDOM = "benchmark-only (random tokens)"
