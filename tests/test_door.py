@@ -98,9 +98,7 @@ def test_a_configuration_takes_bounded_memory() -> None:
     assert peak < 5_000_000  # 1,900 values a line, each under a path of 7 KB, were 400 MB
 
 
-def test_a_table_of_too_many_rows_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_too_many_rows_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tables, "MOST_ROWS", 5)
     log, columns = tmp_path / "rows.csv", tmp_path / "map.toml"
     log.write_text("gpus,step\n" + "8,1.5\n" * 6)
@@ -127,9 +125,7 @@ def _readers(path: str) -> dict[str, Callable[[], Any]]:
     ("headings", "rule"),
     [(["c"] * 1001, "more than 1000 columns"), (["x" * 501], "heading of more than 500 letters")],
 )
-def test_every_command_refuses_headings_that_are_none(
-    tmp_path: Path, headings: list[str], rule: str
-) -> None:
+def test_every_command_refuses_headings_that_are_none(tmp_path, headings, rule) -> None:
     path = tmp_path / "wide.csv"
     path.write_text(",".join(headings) + "\n" + "1," * len(headings) + "\n")
     for read in _readers(str(path)).values():
@@ -153,9 +149,7 @@ def _with(tmp_path: Path, count: int = 8, **cells: str) -> str:
 
 @pytest.mark.parametrize("text", ["1e300", "1e400", "1e-300", "0", "-1", "9" * 400])
 @pytest.mark.parametrize("column", ["step_s", "mem_gb", "tokens_s_gpu", "n_gpus"])
-def test_an_impossible_number_is_used_for_nothing_and_linted(
-    tmp_path: Path, column: str, text: str
-) -> None:
+def test_an_impossible_number_is_used_for_nothing_and_linted(tmp_path, column, text) -> None:
     path = _with(tmp_path, 2, **{column: text})
     found = {item.rule for _, item in fourfold.lint([path]).findings}
     assert "possible-number" in found or (column == "n_gpus" and text == "0" and found)
@@ -169,9 +163,7 @@ def test_an_impossible_number_is_used_for_nothing_and_linted(
     assert len(fourfold.predict_table(path).rows()) == 2
 
 
-def test_fit_says_that_few_rows_say_little_and_where_other_tables_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_says_that_few_rows_say_little_and_where_other_tables_go(tmp_path, monkeypatch) -> None:
     said: list[Event] = []
     monkeypatch.setattr("fourfold.verbs.fit.calibrate", lambda *tables, **more: None)  # seconds
     fourfold.fit(FitRequest(rows=(_with(tmp_path, 1),)), on_event=said.append)
@@ -182,9 +174,7 @@ def test_fit_says_that_few_rows_say_little_and_where_other_tables_go(
         fourfold.fit(FitRequest(rows=(str(foreign),)))
 
 
-def test_two_collects_into_one_file_lose_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_collects_into_one_file_lose_no_row(tmp_path, monkeypatch) -> None:
     """The first writer is held up until the second has had time to read what was there before."""
     write, started = files.write_text, threading.Event()
 

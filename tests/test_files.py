@@ -8,7 +8,6 @@ import pytest
 
 from fourfold import files
 from fourfold.errors import UserError
-from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -42,9 +41,7 @@ def test_pipes_are_written_to() -> None:
 
 
 @pytest.mark.parametrize("command", ["predict", "fit"])
-def test_commands_replace_their_own_and_nothing_else(
-    tmp_path: Path, command: str, cli: Cli
-) -> None:
+def test_commands_replace_their_own_and_nothing_else(tmp_path, command, cli) -> None:
     rows = tmp_path / "rows.csv"
     lines = (GOLDEN / "bloom.csv").read_text().splitlines()
     rows.write_text("\n".join(lines[:12]) + "\n")

@@ -174,8 +174,6 @@ def test_a_thousand_malformed_messages_do_not_end_the_server(tmp_path: Path) -> 
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
         os.set_blocking(server.stdout.fileno(), True)
         server.stdin.write(sent + end.encode() + b"\n")
         server.stdin.flush()
@@ -228,8 +226,6 @@ def test_names_that_stay_inside_are_not(tmp_path: Path) -> None:
 def test_the_tool_chooses_better_than_a_rule_of_thumb() -> None:
     path = Path(__file__).parents[2] / "scripts" / "agent_tasks.py"
     spec = importlib.util.spec_from_file_location("agent_tasks", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["agent_tasks"] = module
     spec.loader.exec_module(module)

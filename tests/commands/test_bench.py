@@ -121,9 +121,7 @@ def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
     assert not list(tmp_path.glob("**/*.json"))
 
 
-def test_engines_run_the_same_run_into_one_table(
-    tmp_path: Path, speed: list[float], cli: Cli
-) -> None:
+def test_engines_run_the_same_run_into_one_table(tmp_path, speed, cli) -> None:
     fake = Path(__file__).parents[1] / "samples" / "engine" / "fake.py"
     template = tmp_path / "mine.toml"
     command = ["python3", str(fake), "{settings}", "{iterations}", "0.25", "plain"]
@@ -142,9 +140,7 @@ def test_engines_run_the_same_run_into_one_table(
 
 
 @pytest.mark.parametrize("engines", ["fourfold,megatron,fourfold", "fourfold,", "fourfold,neox"])
-def test_a_list_of_engines_is_refused_before_anything_runs(
-    engines: str, tmp_path: Path, speed: list[float], cli: Cli
-) -> None:
+def test_a_list_of_engines_is_refused_before_anything_runs(engines, tmp_path, speed, cli) -> None:
     words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path), "--engine", engines]
     assert "engine" in cli(*words, status=2)
     assert not list(tmp_path.iterdir())

@@ -80,9 +80,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return seen
 
 
-def test_three_layouts_are_one_table(
-    jobs: list[Job], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_layouts_are_one_table(jobs, cli, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = list(csv.DictReader(io.StringIO(cli(*ASK, *THREE, "--as-rank", "0", "--format", "csv"))))
     assert [f"{row['layout']} {row['sharding']} mbs{row['micro_batch']}" for row in rows] == [
@@ -98,9 +96,7 @@ def test_three_layouts_are_one_table(
     assert not list(tmp_path.iterdir()), "a stand-in is no run of its layout"
 
 
-def test_a_step_is_measured_compute_and_modelled_traffic(
-    jobs: list[Job], cli: Cli, tmp_path: Path
-) -> None:
+def test_a_step_is_measured_compute_and_modelled_traffic(jobs, cli, tmp_path) -> None:
     out = tmp_path / "found.json"
     words = [*ASK, *THREE, "--as-rank", "0", "--out", str(out)]
     data = cli.json(*words)
@@ -156,9 +152,7 @@ def test_out_of_memory_is_a_row_with_a_way_out(jobs: list[Job], cli: Cli) -> Non
         (["--layout", "tp8"], "needs --as-rank"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    words: list[str], said: str, jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused(words, said, jobs, capsys) -> None:
     try:
         code = main([*ASK, *words])
     except SystemExit as stop:  # argparse's own refusal

@@ -16,7 +16,6 @@ from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
 from fourfold.verbs.calibrate import _plan, scene
-from tests.cli import Cli
 from tests.result.test_profile import make
 
 
@@ -59,9 +58,7 @@ def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) 
     assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-5)
 
 
-def test_plan_takes_the_files_calibrate_writes(
-    profile: HardwareProfile, tmp_path: Path, cli: Cli
-) -> None:
+def test_plan_takes_the_files_calibrate_writes(profile, tmp_path, cli) -> None:
     cluster = cluster_of(profile, 4)
     (tmp_path / "this.toml").write_text(codec.to_toml(cluster))
     (tmp_path / "this.json").write_text(calibration.to_json(calibration_of(profile, cluster)))

@@ -50,9 +50,7 @@ def file(tmp_path: Path) -> str:
     return str(tmp_path / "sweep.toml")
 
 
-def test_counts_add_up_and_resuming_runs_nothing(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_counts_add_up_and_resuming_runs_nothing(tmp_path, file, ran, cli) -> None:
     words = ["sweep", file, "--runs", str(tmp_path / "runs")]
     data = cli.json(*words)
     assert data["total"] == 12 == sum(data["counts"].values())
@@ -64,9 +62,7 @@ def test_counts_add_up_and_resuming_runs_nothing(
     assert len(ran) == 6
 
 
-def test_impossible_axes_are_stored_like_other_refusals(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_impossible_axes_are_stored_like_other_refusals(tmp_path, file, ran, cli) -> None:
     out = cli("sweep", file, "--runs", tmp_path / "runs")
     assert "12 of 12 runs recorded: 5 ok, 6 illegal, 1 oom" in out
     stored = [item.summary for item in Store(tmp_path / "runs").runs()]
@@ -81,9 +77,7 @@ def test_impossible_axes_are_stored_like_other_refusals(
         cli("lint", f"{out}.md")
 
 
-def test_what_surely_does_not_fit_is_refused_unless_forced(
-    tmp_path: Path, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_what_surely_does_not_fit_is_refused_unless_forced(tmp_path, ran, cli) -> None:
     file = tmp_path / "huge.toml"
     file.write_text(SWEEP.replace('"mpt-tiny"', '"llama-3.1-405b"').replace("[1, 8]", "[1]"))
     words = ["sweep", str(file), "--runs", str(tmp_path / "runs")]
@@ -96,9 +90,7 @@ def test_what_surely_does_not_fit_is_refused_unless_forced(
     assert "llama-3.1-405b" in {spec.model.name for spec in ran}
 
 
-def test_speed_is_counted_by_the_asked_convention(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_speed_is_counted_by_the_asked_convention(tmp_path, file, ran, cli) -> None:
     found = {}
     for rule in ("causal", "full-attention"):
         words = ["sweep", file, "--runs", str(tmp_path / rule)]
@@ -111,9 +103,7 @@ def test_speed_is_counted_by_the_asked_convention(
     cli("sweep", file, "--convention", "guess", status=2)
 
 
-def test_tokens_that_do_not_fit_are_refused_by_combination(
-    tmp_path: Path, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_tokens_that_do_not_fit_are_refused_by_combination(tmp_path, ran, cli) -> None:
     name = tmp_path / "tokens"
     write_array(str(name), range(300), vocab=400)
     text = f'model = "llama-tiny"\ngpus = 1\ndata = "{name}"\n[sweep]\nseq_len = [64, 300]\n'
@@ -126,9 +116,7 @@ def test_tokens_that_do_not_fit_are_refused_by_combination(
     cli(*words, status=2)
 
 
-def test_predictions_are_kept_with_the_runs(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_predictions_are_kept_with_the_runs(tmp_path, file, ran, cli) -> None:
     words = ["sweep", file, "--runs", str(tmp_path / "runs")]
     cli(*words)
     stored = Store(tmp_path / "runs").runs()
@@ -149,9 +137,7 @@ def test_predictions_are_kept_with_the_runs(
     assert "fit right in 5 of 6, 1 out-of-memory not foreseen" in out
 
 
-def test_conditions_on_predictions_skip_runs(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_conditions_on_predictions_skip_runs(tmp_path, file, ran, cli) -> None:
     words = ["sweep", file, "--runs", str(tmp_path / "runs")]
     planned = cli.json(*words, "--dry-run")["planned"]
     sizes = sorted(row["peak_bytes"] / 2**30 for row in planned)
@@ -175,9 +161,7 @@ def test_auto_is_decided_run_by_run(tmp_path: Path, ran: list[RunSpec], cli: Cli
     assert len(ran) == trials
 
 
-def test_the_dry_run_lists_refusals_first_and_runs_nothing(
-    tmp_path: Path, file: str, ran: list[RunSpec], cli: Cli
-) -> None:
+def test_the_dry_run_lists_refusals_first_and_runs_nothing(tmp_path, file, ran, cli) -> None:
     out = cli("sweep", file, "--runs", tmp_path / "runs", "--dry-run")
     assert out.startswith("illegal")
     assert "12 combinations: 6 illegal, 6 legal" in out

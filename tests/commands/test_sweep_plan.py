@@ -40,9 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     return seen
 
 
-def test_the_top_of_the_plan_is_measured(
-    tmp_path: Path, profile: list[str], ran: list[RunSpec], cli: Cli
-) -> None:
+def test_the_top_of_the_plan_is_measured(tmp_path, profile, ran, cli) -> None:
     asked = [*QUESTION, *profile]
     ranked = cli.json("plan", *asked, "--stack", "fourfold", "--top", "3")["ranked"]
     words = ["sweep", "--from-plan", "3", *asked, "--runs", str(tmp_path / "runs")]
@@ -67,9 +65,7 @@ def test_the_top_of_the_plan_is_measured(
     assert "predicted step time" in cli(*words)
 
 
-def test_constraints_bind_the_plan(
-    tmp_path: Path, profile: list[str], ran: list[RunSpec], cli: Cli
-) -> None:
+def test_constraints_bind_the_plan(tmp_path, profile, ran, cli) -> None:
     words = ["sweep", "--from-plan", "9", *QUESTION, *profile, "--runs", str(tmp_path / "runs")]
     cli(*words, "--tp", "2", "--micro-batch", "1", "--where", "pp == 1")
     assert {(spec.layout.tp, spec.layout.pp, spec.batch.micro_batch) for spec in ran} == {(2, 1, 1)}

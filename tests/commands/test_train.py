@@ -133,7 +133,6 @@ def test_fresh_gives_back_what_it_could_not_replace(cli, monkeypatch, tmp_path: 
         assert "no such device" in said
         assert "is restored" in said
         found = folder.newest()
-        assert found is not None
         assert found.step == len(curve.parse(folder.metrics).points) == 5
         assert folder.description.read_text() == described
         assert not folder.aside.exists()

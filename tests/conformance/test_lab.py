@@ -78,9 +78,7 @@ def test_a_copy_that_is_wrong_with_one_rank_too_is_cleared_by_the_release(tmp_pa
     ("fault", "words"),
     [("doubled-loss", "gradients of every weight x"), ("lost-sum", "copies of")],
 )
-def test_planted_faults_are_named(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
-) -> None:
+def test_planted_faults_are_named(lab, monkeypatch, fault, words) -> None:
     monkeypatch.setattr(lab, "fault", fault)
     told = lab.ask(Cell.parse("dp2"))
     assert any(line.startswith(words) for line in told["signature"]), told

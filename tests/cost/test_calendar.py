@@ -84,9 +84,7 @@ def test_llama_3_s_snapshot() -> None:
     high=st.floats(1.0, 3.0),
     chance=st.floats(0.02, 0.98),
 )
-def test_chance_and_time_are_inverse(
-    gpus: int, days: float, low: float, high: float, chance: float
-) -> None:
+def test_chance_and_time_are_inverse(gpus, days, low, high, chance) -> None:
     phase = Phase(gpus=gpus, host_gpus=8, work_s=days * DAY_S, params=10**10, low=low, high=high)
     found = training([phase], defaults())
     within = found.within_s(chance)

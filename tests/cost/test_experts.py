@@ -85,7 +85,6 @@ def _first(**machine: object) -> str:
         **machine,  # type: ignore[arg-type]
     )  # fmt: skip
     best = fourfold.plan(request).best
-    assert best is not None
     return best.provenance
 
 

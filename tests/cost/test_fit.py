@@ -162,9 +162,7 @@ def test_shipped_calibrations_keep_to_their_limits() -> None:
 @pytest.mark.parametrize(
     ("name", "median", "p90"), [("mpt", 3, 10), ("bloom", 4, 12), ("par4d", 6, 16)]
 )
-def test_shipped_calibrations_explain_the_golden_tables(
-    name: str, median: float, p90: float
-) -> None:
+def test_shipped_calibrations_explain_the_golden_tables(name, median, p90) -> None:
     rows = table(name)
     got = score(rows, predict(rows, shipped()))
     assert got.median_pct < median
@@ -226,9 +224,7 @@ def test_rank_agreement_ignores_pairs_within_two_percent() -> None:
         ({"mbs": "0"}, "micro"),
     ],
 )
-def test_what_cannot_be_expressed_keeps_its_line(
-    tmp_path: Path, change: dict[str, str], word: str
-) -> None:
+def test_what_cannot_be_expressed_keeps_its_line(tmp_path, change, word) -> None:
     good = golden_rows("mpt")[0]
     rows = written(tmp_path, [good, {**good, **change}])
     got = predict(rows, shipped())

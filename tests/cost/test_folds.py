@@ -24,7 +24,6 @@ from fourfold.cost.table.rows import Rows, parse
 from fourfold.events import OnEvent
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
-from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -93,9 +92,7 @@ def test_an_engine_measured_elsewhere_is_known_better_than_none() -> None:
     assert known.entry("nobody-2024", "nowhere", "h")[0].noise == NOWHERE > ELSEWHERE
 
 
-def test_score_folds_tells_kinds_and_sources(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_score_folds_tells_kinds_and_sources(tmp_path, cli, monkeypatch) -> None:
     answers: list[Scores] = []
 
     def once(request: ScoreRequest, *, on_event: OnEvent) -> Scores:

@@ -17,7 +17,7 @@ from fourfold.cost.step.kernels import OLDER_KERNEL, attention_s
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import parse
-from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, AttentionPoint, FlashShape
+from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, AttentionPoint
 from fourfold.spec import catalog
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import PRICED_ATTENTION
@@ -58,9 +58,7 @@ def measured() -> list[AttentionPoint]:
     ("kernel", "shape", "rate", "usual"),
     [("cudnn", NEWER_FLASH, 695e12, 0.04), ("flash", FLASH2, 355e12, 0.01)],
 )
-def test_flash_kernels_follow_rows_and_blocks(
-    kernel: str, shape: FlashShape, rate: float, usual: float
-) -> None:
+def test_flash_kernels_follow_rows_and_blocks(kernel, shape, rate, usual) -> None:
     """Up to 16,384 tokens, where the power limit does not show: from 256 blocks on 132
     multiprocessors, and from rows of 512."""
     errors = {
@@ -131,9 +129,7 @@ def made(**cells: str) -> Columns:
         ("megatron-deepspeed-2022", "a100-80gb", "fused", "fused-softmax"),
     ],
 )
-def test_an_engine_keeps_its_attention_kernel_on_a_newer_gpu(
-    stack: str, gpu: str, attention: str, kernel: str
-) -> None:
+def test_an_engine_keeps_its_attention_kernel_on_a_newer_gpu(stack, gpu, attention, kernel) -> None:
     c = made(stack=stack, hardware=gpu, attention=attention)
     assert PRICED_ATTENTION[int(c.attention[0])] == kernel
 
@@ -163,9 +159,7 @@ def test_which_gpus_have_newer_kernels(gpu: str, older: float) -> None:
         ("unfused", "fourfold", "h200", "unfused"),
     ],
 )
-def test_a_policy_names_the_kernel_that_runs(
-    attention: str, stack: str, gpu: str, kernel: str
-) -> None:
+def test_a_policy_names_the_kernel_that_runs(attention, stack, gpu, kernel) -> None:
     policy = Policy(attention=attention)
     assert priced_attention(policy, stack, catalog.device(gpu)) == kernel
 
@@ -198,7 +192,6 @@ def test_our_engine_on_one_h200_is_predicted_at_every_length() -> None:
     cluster = known_cluster(str(H200 / "one-h200.toml"))
     rows = report_rows(str(H200 / "table"), cluster, lambda _: None)
     entry = gpu_entry("fourfold", "h200")
-    assert entry is not None
     error = estimate(rows.columns, entry.coefficients).step_s / rows.step_s - 1.0
     assert np.median(np.abs(error)) < 0.02
     assert np.max(np.abs(error)) < 0.08

@@ -50,7 +50,6 @@ def test_stored_runs_are_predicted_within_five_percent():
 
 def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
     own = gpu_entry("fourfold", "h200")
-    assert own is not None
     entry, why = entry_for(shipped(), "fourfold", H200)
     assert (entry, why) == (own, "")
     many, why = entry_for(shipped(), "fourfold", usual_cluster(catalog.device("h200"), 64))

@@ -211,7 +211,6 @@ def test_a_plan_places_experts_and_says_what_routing_does() -> None:
              "global_batch": 64, "stack": "megatron"}  # fmt: skip
     found = plan(PlanRequest(**asked, layout="pp1 tp1 ep4", capacity=True))
     first, routing = found.ranked[0], found.routed
-    assert routing is not None
     assert routing.forced_s < routing.natural_s == pytest.approx(first.step_s, rel=1e-9)
     assert routing.natural_range_s[1] > first.step_s_high > first.step_s
     seconds = [one.step_s for one in routing.capacities]

@@ -90,7 +90,6 @@ def test_gradients_add_up_in_the_wide_format(micros):
     alone.hand_over()
     for i, parameter in enumerate(decoder.parameters()):
         grad = parameter.grad
-        assert grad is not None
         # Of one micro batch there is nothing to add: it stays as it is.
         assert grad.dtype == (torch.bfloat16 if micros == 1 else torch.float32)
         wanted = each[0][i].to(grad.dtype)

@@ -47,7 +47,6 @@ def test_experts_compute_their_formulas(name: str, capacity: float, dtype: torch
         y = reference(given) if plain else mlp(given)
         (y.square().sum() + (reference.step.loss() if plain else 0)).backward()
         seen = reference.step.counts[0] if plain else mlp.router.seen
-        assert seen is not None
         assert (int(seen[-1]) > 0) is (capacity > 0)
         grads = {n: p.grad for n, p in mlp.named_parameters() if p.requires_grad}
         results.append((y.detach(), given.grad, grads, seen))
@@ -56,7 +55,6 @@ def test_experts_compute_their_formulas(name: str, capacity: float, dtype: torch
     assert torch.equal(our_seen, seen)
     for have, want in ((ours, y), (our_grad, grad), *((our_grads[n], grads[n]) for n in grads)):
         assert have is not None
-        assert want is not None
         assert (have - want).abs().max() <= limit * want.abs().max()
 
 

@@ -19,9 +19,7 @@ from fourfold.spec.layout import Layout
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("large_bytes", [0, 2**30])
 @pytest.mark.parametrize("place", [None, 0, 1, -1])
-def test_every_part_is_a_copy_of_the_own(
-    monkeypatch: pytest.MonkeyPatch, parts: int, large_bytes: int, place: int | None
-) -> None:
+def test_every_part_is_a_copy_of_the_own(monkeypatch, parts, large_bytes, place) -> None:
     monkeypatch.setattr(fake_peers, "_LARGE_BYTES", large_bytes)
     whole = torch.full((parts, 5), -1.0)
     own = torch.arange(5.0)
@@ -59,9 +57,7 @@ def test_layouts_of_one_world_share_the_groups_of_an_axis() -> None:
         dist.destroy_process_group()
 
 
-def test_every_rank_makes_as_many_groups_whatever_stages_hold_an_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_rank_makes_as_many_groups_whatever_stages_hold_an_end(monkeypatch) -> None:
     """Else the next group, which torch names by their number, would never come about."""
     layouts = [Layout.parse(word) for word in ("pp4 dp2", "dp2 pp4", "pp8", "pp2 dp4", "pp4 dp2")]
     sizes, make = [], dist.new_group

@@ -120,7 +120,6 @@ def test_a_fault_is_an_outcome(tmp_path: Path, kind, outcome, words) -> None:
     report = run_job(Job(job="ping", specs=(spec(fault=fault, step_limit_s=limit_s),)), tmp_path)
     (run,) = report.runs
     assert run.outcome == report.outcome == outcome
-    assert run.failure is not None
     assert words in run.failure.message
     if kind != "nonfinite":  # the sum is NaN on every rank at once
         assert run.failure.rank == 1
@@ -263,5 +262,4 @@ def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path, stopped: b
 def test_a_job_that_can_not_start(tmp_path: Path) -> None:
     report = run_job(Job(job="ping", specs=(spec(device="cuda"),)), tmp_path)
     assert report.outcome == "crashed"
-    assert report.failure is not None
     assert "CUDA" in report.failure.message or "cuda" in report.failure.message

@@ -140,8 +140,6 @@ def test_the_floor_is_measured_beside_the_step(tmp_path: Path) -> None:
         codec.from_json(OneRankResult, answer_file(tmp_path, task).read_text()).floor
         for task in (0, 1)
     )
-    assert plain is not None
-    assert again is not None
     assert min(plain.products_s, plain.attention_s, plain.bytes_per_s) > 0
     assert plain.moved_bytes == 4 * 1e6 + 2e5
     assert plain.update_bytes == 30 * 250_432
@@ -156,5 +154,4 @@ def test_a_compiled_rank_holds_its_memory_limit(tmp_path: Path) -> None:
     job = Job(job="one-rank", specs=(one,), options=(("ranks", "0"),))
     (run,) = run_job(job, tmp_path).runs
     assert run.outcome == "oom"
-    assert run.shortage is not None
     assert run.shortage.live_bytes > run.shortage.limit_bytes == 1_500_000

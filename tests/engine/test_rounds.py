@@ -40,9 +40,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("disturbed", [set(), {0}, {1, 2}, {4}])
-def test_a_neighbour_changes_no_seconds(
-    alone: Group, monkeypatch: pytest.MonkeyPatch, disturbed: set[int]
-) -> None:
+def test_a_neighbour_changes_no_seconds(alone, monkeypatch, disturbed) -> None:
     clock = Clock(disturbed)
     monkeypatch.setattr(device, "reading", clock.reading)
     found = in_rounds([lambda: "short", lambda: "long"], alone, 0.0, cores=2)

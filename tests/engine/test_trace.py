@@ -83,9 +83,7 @@ def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path
         pytest.param(Layout(cp=2, shard=2), "ulysses", "zero3", marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_sends_and_holds_what_was_computed(
-    layout: Layout, kind: str, sharding: str
-) -> None:
+def test_a_layer_sends_and_holds_what_was_computed(layout, kind, sharding) -> None:
     """On a CPU the norm is not one kernel and keeps its scaled input too: two tensors more."""
     spec = layer_spec(
         catalog.model("llama-tiny"),

@@ -71,9 +71,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize(("name", "layout", "kind", "sharding"), SPECS)
-def test_a_trace_is_one_layer_of_the_dry_run(
-    name: str, layout: Layout, kind: str, sharding: str
-) -> None:
+def test_a_trace_is_one_layer_of_the_dry_run(name, layout, kind, sharding) -> None:
     """Of two dry runs, one layer apart, the difference; masked pairs are counted there. What is
     summed once a step (gradients that tensor parallelism shares) is no layer's pass."""
     spec = spec_of(name, 2048, layout=layout, cp_kind=kind, sharding=sharding)

@@ -100,7 +100,6 @@ def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> No
     assert "SIGTERM: saving after this step, then stopping" in said
     assert "stopped" in printed
     found = checkpoints.newest(out / "checkpoints")
-    assert found is not None
     assert found.step == found.state.updates == steps_done(out)
     assert found.state.sequences == 4 * found.step
     last = found.step + 2
@@ -152,7 +151,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int)
     code, _, said = finish(process)
     assert code == 75, said
     found = checkpoints.newest(out / "checkpoints")
-    assert found is not None
     assert found.step == steps_done(out)
 
 
@@ -197,7 +195,6 @@ def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
     assert code == 1
     assert json.loads(printed)["outcome"] == "nonfinite", said
     found = checkpoints.newest(out / "checkpoints")
-    assert found is not None
     assert found.step == 4
     assert steps_done(out) in (5, 6)  # the bad weight may be of a token that step 6 has not
 
@@ -219,7 +216,6 @@ def test_a_lost_rank_is_an_outcome_and_the_next_start_goes_on(tmp_path, number, 
     plain = json.loads(printed)
     assert (plain["outcome"], plain["failure"]["rank"]) == (outcome, 1), said
     found = checkpoints.newest(out / "checkpoints")
-    assert found is not None
     code, _, said = train(out, *words("--gpus 1 --save-every 0"), "--steps", str(found.step + 1))
     assert code == 0, said
     assert f"continuing after step {found.step}" in said

@@ -125,7 +125,6 @@ def answer(case: dict) -> dict[str, Any]:
     config = get_config_from_file(case["config"])
     model, parallel, tokens = config.model.model_config, config.parallelism, config.tokens
     assert isinstance(model, LlamaConfig), type(model)
-    assert tokens is not None
     assert parallel.dp * parallel.pp * parallel.tp == case["world"]
     assert model.num_attention_heads % parallel.tp == 0
     assert int(model.num_key_value_heads or 0) % parallel.tp == 0

@@ -52,9 +52,7 @@ def test_both_engines_are_rows_of_one_table(both: tuple[dict, dict, str]) -> Non
     assert len({row["run_id"] for row in stored}) == 1, "the same run, by two engines"
 
 
-def test_its_real_log_is_collected_with_the_whole_configuration(
-    both: tuple[dict, dict, str], tmp_path: Path
-) -> None:
+def test_its_real_log_is_collected_with_the_whole_configuration(both, tmp_path) -> None:
     theirs, _, _ = both
     log = Path(theirs["folder"]) / "engine.log"
     request = fourfold.CollectRequest(

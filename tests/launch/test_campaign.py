@@ -148,7 +148,6 @@ def test_a_killed_campaign_keeps_what_was_predicted(tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         Campaign(store, runner=runner, predictor=Seer()).run(spec())
     kept = store.recover(tmp_path / "moved")
-    assert kept is not None
     assert kept.report().predicted == Seer().predicted(spec())
 
 
@@ -208,9 +207,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_run_that_two_commands_follow_is_kept_once(
-    tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_two_commands_follow_is_kept_once(tmp_path, locks, monkeypatch) -> None:
     """With locks the second waits for the first; without, the first to keep it has it."""
     slurm, store = Nobody(), Store(tmp_path)
     work = lambda spec, place: Work(Job(job="run", specs=(spec,)))  # noqa: E731

@@ -6,7 +6,6 @@ Two commands that measure on one host say so; one alone says nothing.
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -30,18 +29,14 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
         (["run.toml", "a", "--env"], "error: option --env requires argument"),
     ],
 )
-def test_wrong_arguments_show_the_usage(
-    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_show_the_usage(words, error, capsys) -> None:
     assert main(words) == 2
     text = capsys.readouterr().err
     assert text.startswith("usage: python -m fourfold.launch")
     assert text.splitlines()[-1] == error
 
 
-def test_a_run_file_that_is_missing_is_a_users_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_file_that_is_missing_is_a_users_error(tmp_path, capsys) -> None:
     folder = tmp_path / ("long" * 20)
     assert main([str(folder / "run.toml"), "--env", "A=1", str(tmp_path / "job")]) == 2
     text = capsys.readouterr().err
@@ -50,9 +45,7 @@ def test_a_run_file_that_is_missing_is_a_users_error(
 
 
 @pytest.mark.parametrize("words", [[], ["a/job.json", "b/job.json"], ["job.json", "--ranks=1"]])
-def test_a_worker_says_how_it_is_called(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_says_how_it_is_called(words, capsys) -> None:
     with pytest.raises(SystemExit) as leaving:
         worker.main(words)
     assert leaving.value.code == 2

@@ -78,7 +78,6 @@ def queue_in(root: Path, **site: object) -> Queue:
 
 def finish(place: Path, slurm: StandIn) -> None:
     known = submitted(place)
-    assert known is not None
     (place / EXIT_FILE).write_text("0 0\n")
     (slurm.jobs / known.id).write_text("COMPLETED\n")
 
@@ -87,9 +86,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_stopped_command_cancels_what_it_submitted_and_loses_no_result(
-    tmp_path: Path, slurm: StandIn
-) -> None:
+def test_a_stopped_command_cancels_what_it_submitted_and_loses_no_result(tmp_path, slurm) -> None:
     (earlier,) = queue_in(tmp_path).detach([spec(1)])
     queue = queue_in(tmp_path)
     with contextlib.suppress(KeyboardInterrupt), queue.queued([spec(1), spec(2), spec(4)]):
@@ -142,9 +139,7 @@ def test_the_script_of_a_submitted_run_is_printed_and_nothing_is_written(
 CALIBRATE = Job(job="calibrate", ranks=2, options=(("device", "cpu"),))
 
 
-def test_the_answer_of_a_detached_job_survives_a_printed_launch(
-    tmp_path: Path, slurm: StandIn
-) -> None:
+def test_the_answer_of_a_detached_job_survives_a_printed_launch(tmp_path, slurm) -> None:
     site = Site(shared=str(tmp_path))
     (job,) = left_to(site, CALIBRATE, only_print=False).jobs
     folder = Path(job["folder"])
@@ -192,9 +187,7 @@ def by_engine(name: str) -> Make:
     return work
 
 
-def test_the_same_spec_by_two_engines_or_on_two_sites_works_in_two_folders(
-    tmp_path: Path, slurm: StandIn
-) -> None:
+def test_the_same_spec_by_two_engines_or_on_two_sites_works_in_two_folders(tmp_path, slurm) -> None:
     root, here, there = tmp_path / "runs", Site(name="here"), Site(name="there")
     asked = [(here, "a"), (here, "b"), (there, "a")]
     made = [Queue(root, Slurm(site), by_engine(name)).detach([spec()]) for site, name in asked]
@@ -221,9 +214,7 @@ def test_the_folder_of_a_living_job_is_never_emptied(tmp_path: Path, slurm: Stan
     assert queue_in(tmp_path).detach([spec()]) == [place]
 
 
-def test_an_engines_job_is_the_same_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_job_is_the_same_from_any_folder(tmp_path, monkeypatch) -> None:
     template = EngineTemplate(name="mine", command=("bash", "{settings}/run.sh"))
     runs = TemplateRuns(template, Predictor(), Permit(), Site())
     jobs = []
@@ -249,9 +240,7 @@ def test_runs_that_are_submitted_are_taken_before_others(tmp_path: Path, slurm: 
 
 
 @pytest.mark.parametrize(("way", "why"), [("each", ""), ("array", ", one array at a time")])
-def test_a_detached_command_says_how_many_runs_wait(
-    tmp_path: Path, slurm: StandIn, way: str, why: str
-) -> None:
+def test_a_detached_command_says_how_many_runs_wait(tmp_path, slurm, way, why) -> None:
     """And submits them when it is called again after the first have run."""
     specs, request = [spec(size) for size in (1, 2, 4)], BenchRequest(engine="mine")
     site = {"queue": way, "most_queued": 2}
@@ -267,9 +256,7 @@ def test_a_detached_command_says_how_many_runs_wait(
     assert (len(second.jobs), second.waiting) == (3, "")
 
 
-def test_a_script_that_is_being_written_is_not_cleared_away(
-    tmp_path: Path, slurm: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_is_being_written_is_not_cleared_away(tmp_path, slurm, monkeypatch) -> None:
     """By another command, which ends before the runs of the script name it."""
     write = Slurm.write_script
 
@@ -292,9 +279,7 @@ def test_a_script_that_is_being_written_is_not_cleared_away(
     assert not (tmp_path / "runs" / ".jobs").exists(), "none does any more"
 
 
-def test_the_script_of_a_submitted_training_is_printed(
-    tmp_path: Path, slurm: StandIn, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_of_a_submitted_training_is_printed(tmp_path, slurm, cli, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "32", "--steps", "2"]
     words += ["--global-batch", "4", "--out", "trained", "--on", "slurm", "--set", "device=cpu"]

@@ -30,7 +30,6 @@ def hold(tmp: Path) -> tuple[subprocess.Popen[str], Path]:
         [sys.executable, "-c", HOLD], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    assert holder.stdout is not None
     return holder, Path(holder.stdout.readline().strip())
 
 

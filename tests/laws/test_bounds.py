@@ -138,9 +138,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: "-".join(words)[:24])
-def test_a_name_of_300_letters(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_a_name_of_300_letters(words, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     code = main(words)
     said = capsys.readouterr().err

@@ -52,9 +52,7 @@ def test_chunks_tile_the_whole(size: int, parts: int) -> None:
 
 
 @given(st.integers(1, 130), st.integers(1, 64), st.floats(0, 5), st.floats(0, 9))
-def test_stages_hold_every_layer_once_and_are_balanced(
-    layers: int, stages: int, first: float, last: float
-) -> None:
+def test_stages_hold_every_layer_once_and_are_balanced(layers, stages, first, last) -> None:
     assume(stages <= layers)
     cut = split_layers(layers, stages, first, last)
     assert [layer for part in cut for layer in part] == list(range(layers))
@@ -78,9 +76,7 @@ def test_stages_hold_every_layer_once_and_are_balanced(
     st.integers(1, 3),
     st.sampled_from((512, 4096, 131072)),
 )
-def test_times_of_our_engine_are_of_its_own_cut(
-    model: ModelShape, pp: int, virtual: int, seq_len: int
-) -> None:
+def test_times_of_our_engine_are_of_its_own_cut(model, pp, virtual, seq_len) -> None:
     assume(pp * virtual <= model.layers)
     schedule = "interleaved" if virtual > 1 else "1f1b"
     fields = {"seq_len": seq_len, "global_batch": pp, "schedule": schedule}

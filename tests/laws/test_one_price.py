@@ -165,7 +165,6 @@ def require_equal_doors(spec: RunSpec, stack: str, cluster: Cluster) -> None:
     run = replace(spec, layout=best.layout, policy=best.policy)
     price = (best.step_s, best.peak_bytes)
     row = fourfold.explain(request, best.layout).explanation.row
-    assert row is not None
     assert (row.step_s, row.peak_bytes) == price
     shown = plan_data(answer, request)["rows"][0]
     assert (shown["step_s"], shown["peak_bytes"]) == price
@@ -271,9 +270,7 @@ def served() -> Iterator[str]:
     words = [sys.executable, "-m", "fourfold", "serve", "--port", "0"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
-        assert address is not None
         yield address[0]
     finally:
         process.terminate()
@@ -308,7 +305,6 @@ def require_equal_served(address: str, seed: int) -> None:
     del asked["full"]
     request = PlanRequest(**asked)
     answer = fourfold.plan(request)
-    assert answer.best is not None
     assert [(row["step_s"], row["peak_bytes"], row["fit_chance"]) for row in shown] == [
         (row.step_s, row.peak_bytes, row.fit_chance) for row in answer.ranked
     ]

@@ -94,7 +94,6 @@ def test_any_spec_file(start, length, insert):
 def test_the_whole_file_is_a_run(tmp_path):
     (tmp_path / "run.toml").write_text(SPEC)
     run = described(["--spec", str(tmp_path / "run.toml"), "--set", "policy.compile=true"])
-    assert run is not None
     assert (str(run.layout), run.policy.compile) == ("pp2 dp1 cp1 tp2", True)
     assert (run.memory_limit, run.start_limit_s) == (2 * 2**30, 600.0)
 
@@ -102,6 +101,5 @@ def test_the_whole_file_is_a_run(tmp_path):
 def test_text_stays_text():
     run = described(["--model", "llama-tiny", "--set", "policy.env.CUDA_LAUNCH_BLOCKING=1",
                      "--set", "tag=2024", "--set", 'note="5"'])  # fmt: skip
-    assert run is not None
     assert run.policy.env == (("CUDA_LAUNCH_BLOCKING", "1"),)
     assert (run.tag, run.note) == ("2024", "5")

@@ -46,9 +46,7 @@ def test_six_pasted_lines_are_six_runs_with_exactly_their_numbers(tmp_path: Path
 
 
 @pytest.mark.parametrize("row", BLOOM, ids=[row["row_id"] for row in BLOOM])
-def test_a_published_row_written_as_a_log_is_collected_back(
-    tmp_path: Path, row: dict[str, str]
-) -> None:
+def test_a_published_row_written_as_a_log_is_collected_back(tmp_path, row) -> None:
     found = one(tmp_path, written.megatron(row), cluster="jean-zay", row_id=row["row_id"])
     for column in (name for name in row if name not in NOT_LOGGED):
         said, read = row[column], found[column]
@@ -214,9 +212,7 @@ def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
     assert not found["unread_lines"]
 
 
-def test_torchtitan_without_its_configuration_has_the_precision_that_fsdp_applies(
-    tmp_path: Path,
-) -> None:
+def test_torchtitan_without_its_configuration_has_the_precision_that_fsdp_applies(tmp_path) -> None:
     text = written.titan([2000, 6600, 6650, 6640], config=False)
     assert (one(tmp_path, text)["precision"], one(tmp_path, text)["status"]) == ("bf16", "ok")
     assert one(tmp_path, text, precision="fp32")["precision"] == "fp32"
@@ -376,9 +372,7 @@ def test_unlabelled_ranks_that_print_the_same_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [("[rank0]:", "[rank4]:"), ("", "")])
-def test_stages_of_a_pipeline_that_do_not_see_the_loss(
-    tmp_path: Path, labels: tuple[str, str]
-) -> None:
+def test_stages_of_a_pipeline_that_do_not_see_the_loss(tmp_path, labels) -> None:
     line = (
         "{}[titan] - step: {:2}  loss: {:8.5f}  memory: {}GiB(1%)  tps: {:,}  tflops: 1  mfu: 1%\n"
     )

@@ -242,9 +242,7 @@ BRIDGE, YAML = written.printed("bridge.txt"), written.printed("bridge.yaml")
 
 
 @pytest.mark.parametrize(("config", "lacks"), [(BRIDGE, ("seq_len",)), (YAML, ())])
-def test_megatron_bridges_configuration(
-    tmp_path: Path, config: str, lacks: tuple[str, ...]
-) -> None:
+def test_megatron_bridges_configuration(tmp_path, config, lacks) -> None:
     row = {"seq_len": ""}
     text = config + "".join(
         "Step Time : 9.30s GPU utilization: 490.1MODEL_TFLOP/s/GPU\n"
@@ -476,9 +474,7 @@ def measured(kind: str, factor: float, in_place: str, *, us_per_mib: float = 100
         (OLD, "", 0.75, "0e+00", "all_gather"),
     ],
 )
-def test_a_test_without_a_name_is_known_by_its_table(
-    titles: str, kind: str, factor: float, in_place: str, op: str
-) -> None:
+def test_a_test_without_a_name_is_known_by_its_table(titles, kind, factor, in_place, op) -> None:
     """Old releases leave the column of an operation empty: numbers behind it stay in theirs."""
     found = nccl_tests.parse_log(ranks_of(4, 2) + titles + measured(kind, factor, in_place))
     assert (found.op, len(found.points)) == (op, 4)
@@ -504,9 +500,7 @@ def test_a_line_whose_numbers_contradict_each_other_is_left_out() -> None:
         ("a.json", '[{"_step": 1, "step-time": 9}, {"_step": 2, "step-time": 2.5}]', 2.5, 0),
     ],
 )  # fmt: skip
-def test_decimal_commas_and_lists_of_objects(
-    tmp_path: Path, name: str, text: str, step_s: float, unread: int
-) -> None:
+def test_decimal_commas_and_lists_of_objects(tmp_path, name, text, step_s, unread) -> None:
     (tmp_path / name).write_text(text)
     answer = collected(tmp_path / name, out=tmp_path / "rows.csv")
     (row,) = answer.rows_read

@@ -164,6 +164,5 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_nccl_tests_tell_of_links_not_of_runs(tmp_path: Path) -> None:
     answer = collected(SAMPLES / "all_reduce_4x8.log", out=tmp_path / "o.csv")
     link = answer.files[0].link
-    assert link is not None
     assert (link["op"], link["hosts"], link["ranks"], answer.ok) == ("all_reduce", 4, 32, True)
     assert 1e9 < link["bytes_per_s"] < 1e12

@@ -414,9 +414,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
     )  # fmt: skip
     try:
-        assert process.stderr is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
-        assert address is not None
         yield address[0], tmp_path
     finally:
         process.terminate()

@@ -58,7 +58,6 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert [found.step for found in checkpoints.whole(tmp_path)] == [5, 10, 100_000_000]
     assert (tmp_path / "latest").read_text() == "step-100000000\n"
     newest = checkpoints.newest(tmp_path)
-    assert newest is not None
     assert newest.state.sequences == 400_000_000
 
 
@@ -75,7 +74,6 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
     else:
         (torn / "state.json").write_text('{"step": 10')
     newest = checkpoints.newest(tmp_path)
-    assert newest is not None
     assert newest.step == 5
     ((name, error),) = checkpoints.torn(tmp_path)
     assert (name, bool(error.rule)) == ("step-00000010", True)
@@ -285,7 +283,6 @@ def test_the_curve_is_cut_and_a_torn_line_is_none(tmp_path: Path) -> None:
     assert curve.last(path) == point(7)
     cut = curve.cut(path, 5)
     assert (cut.steps, cut.unreadable) == (2, 1)
-    assert cut.aside is not None
     assert cut.aside.read_text() == '{"step": 8, "lo\n'
     assert list(curve.parse(path).points) == [point(step) for step in range(1, 6)]
     assert curve.cut(tmp_path / "none.jsonl", 5) == curve.Cut()

@@ -192,7 +192,6 @@ def test_verdicts() -> None:
 def test_spread_is_pooled_over_groups() -> None:
     assert between_runs([[1.0], [2.0]]) is None
     spread = between_runs([[1.0, 1.1], [2.0, 2.2]])
-    assert spread is not None
     assert (spread[0], spread[1]) == (pytest.approx(0.0674, abs=1e-3), 2)
 
 
@@ -207,14 +206,12 @@ def test_warmup_ends_when_steps_no_longer_get_faster() -> None:
     assert drifting([1.0] * 10) == 0
     assert drifting([1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == 0  # one slow step is no drift
     known = timing([5.0, 3.0, 2.0, *[1.0] * 9])
-    assert known is not None
     assert (known.step_s, known.dropped) == (1.0, 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 30, 999, 1000, 5000])
 def test_the_interval_holds_the_median(count: int) -> None:
     known = timing([1.0 + 0.001 * (n % 17) for n in range(count)])
-    assert known is not None
     assert known.low_s <= known.step_s <= known.high_s
     assert known.samples + known.dropped == count
     assert timing([]) is None

@@ -395,9 +395,7 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
         ("gpt-3-175b", "pp12 dp4 tp8", 1536, Ramp(start=16, increment=16, samples=5_859_375), 300),
     ],
 )
-def test_a_ramp_takes_what_its_steps_take_one_by_one(
-    model: str, layout: str, full: int, ramp: Ramp, tokens: int
-) -> None:
+def test_a_ramp_takes_what_its_steps_take_one_by_one(model, layout, full, ramp, tokens) -> None:
     batch = Batch(seq_len=2048, global_batch=full, micro_batch=1, ramp=ramp)
     request = PlanRequest(
         model=model, cluster="jean-zay", gpus=384, seq_len=2048, global_batch=full, ramp=ramp,

@@ -84,9 +84,7 @@ def test_a_run_over_two_nodes_is_measured_from_its_log(user: User) -> None:
         ("hang", "hung", "step limit of 10 s"),
     ],
 )
-def test_failures_are_outcomes_and_nothing_is_left(
-    user: User, how: str, outcome: str, said: str
-) -> None:
+def test_failures_are_outcomes_and_nothing_is_left(user, how, outcome, said) -> None:
     run = user.ask(*words(user, how), status=1)
     assert run["outcome"] == outcome
     (stored,) = user.runs()

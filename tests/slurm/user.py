@@ -105,7 +105,6 @@ def taken_port(user: User) -> Iterator[int]:
     command = user.cluster.on_node(user.cluster.names[0], [sys.executable, "-c", listen])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:  # closes its stdin at the end
-        assert process.stdout is not None
         assert process.stdout.readline() == "listening\n"
         yield port
 

@@ -79,9 +79,7 @@ between = st.sampled_from((" ", ",", ", ", "  ", "x", "; ", "/", "\t"))
 
 
 @given(st.dictionaries(axes, st.integers(1, 64), min_size=1), styles, between, st.booleans())
-def test_a_layout_in_anybodys_hand(
-    sizes: dict[str, int], style: str, between: str, upper: bool
-) -> None:
+def test_a_layout_in_anybodys_hand(sizes, style, between, upper) -> None:
     text = between.join(style.format(axis, size) for axis, size in sizes.items())
     plain = " ".join(f"{axis}{size}" for axis, size in sizes.items())
     assert Layout.parse(text.upper() if upper else text) == Layout.parse(plain)

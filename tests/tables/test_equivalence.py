@@ -13,7 +13,6 @@ from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.words import Routing
 from fourfold.tables.derive import derive, equivalence, published
 from fourfold.tables.forms import write
 from tests.logs import written
@@ -34,9 +33,7 @@ RANDOM = "benchmark-only (random tokens)"
         ("", "forced", "mixtral-tiny", "benchmark-only (forced routing, random tokens)"),
     ],
 )
-def test_a_stored_run_is_marked_by_its_spec(
-    data: str, routing: Routing, model: str, mark: str
-) -> None:
+def test_a_stored_run_is_marked_by_its_spec(data, routing, model, mark) -> None:
     policy = Policy(routing=routing)
     spec = RunSpec(model=catalog.model(model), gpus=1, data=data, policy=policy)
     record = published(record_of(report(spec)), 0)

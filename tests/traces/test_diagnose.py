@@ -44,7 +44,6 @@ def test_a_sound_run_shows_nothing_and_its_settings_are_read(tmp_path: Path) -> 
     assert found.verdict == "nothing stands out"
     assert sum(found.found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
     assert found.unplaced_share == 0.0
-    assert found.expected is not None
     assert found.expected.step.mid == pytest.approx(found.step_s, rel=0.1)
     value = {name: one.value for name, one in found.settings.items()}
     told = {
@@ -261,7 +260,6 @@ def test_a_log_of_the_run_overrules_the_trace_and_says_where(tmp_path: Path) -> 
     log.write_text(written.megatron(row, deepspeed=False))
     found = diagnosed(tmp_path, simulated.trace(SHAPE), log=str(log))
     settings, spec = found.settings, found.found.spec
-    assert spec is not None
     assert (spec.layout.tp, spec.layout.dp, spec.gpus) == (2, 4, 8)
     assert (settings["tp"].value, settings["heads"].value) == (2, 32)
     assert settings["heads"].doubt == ""  # 64 over two ranks is what the trace shows
