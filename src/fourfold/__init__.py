@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.exam import ExamRequest, exam
     from fourfold.verbs.export import SupportRequest, export, support
     from fourfold.verbs.fit import fit, score, suggest_runs
-    from fourfold.verbs.flops import FlopsRequest, flops
     from fourfold.verbs.front import front, largest
     from fourfold.verbs.one_rank import one_rank
     from fourfold.verbs.plan import explain, fit_check, plan, stacks
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
         VerifyRequest,
     )
     from fourfold.verbs.runs import diff, runs, show_run
-    from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
+    from fourfold.verbs.shapes import FlopsRequest, cluster, clusters, flops, gpus, model, models
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -92,7 +91,6 @@ _MODULES = {
     "verbs.exam": "ExamRequest exam",
     "verbs.export": "SupportRequest export support",
     "verbs.fit": "fit score suggest_runs",
-    "verbs.flops": "FlopsRequest flops",
     "verbs.front": "front largest",
     "verbs.one_rank": "one_rank",
     "verbs.plan": "explain fit_check plan stacks",
@@ -104,7 +102,7 @@ _MODULES = {
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
-    "verbs.shapes": "cluster clusters gpus model models",
+    "verbs.shapes": "FlopsRequest cluster clusters flops gpus model models",
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",

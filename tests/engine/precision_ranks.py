@@ -19,9 +19,9 @@ from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import InitRule
-from fourfold.engine.training.events import StepEvent
 from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.optimizer import OptimizerSettings
+from fourfold.engine.training.step import StepEvent
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.findings import RankFindings
 from fourfold.engine.verify.reference import Recipe, train_alone

@@ -19,11 +19,11 @@ from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, check, codec
 from fourfold.verbs.collect import CollectRequest
-from fourfold.verbs.flops import Flops, FlopsRequest
 from fourfold.verbs.machine import planned_cluster
 from fourfold.verbs.plan import FitChecked, fit_check
 from fourfold.verbs.predict import NamedRun
 from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate
+from fourfold.verbs.shapes import Flops, FlopsRequest
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
 VERSION = 1

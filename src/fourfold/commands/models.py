@@ -16,7 +16,7 @@ from fourfold.show.table import Part, named, table
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import run_of
 from fourfold.units import counted, show_bytes
-from fourfold.verbs.flops import FlopsRequest
+from fourfold.verbs.shapes import FlopsRequest
 
 _MODELS = """\
 examples:

@@ -11,8 +11,7 @@ from fourfold.spec.experts import Moe
 
 if TYPE_CHECKING:
     from fourfold.verbs.advise import Advice
-    from fourfold.verbs.flops import Flops
-    from fourfold.verbs.shapes import Model, Models
+    from fourfold.verbs.shapes import Flops, Model, Models
 
 _NEIGHBOURS = 9
 # What tables of sizes show beside a value.

@@ -15,8 +15,8 @@ from fourfold.result.report import RunReport
 from fourfold.spec import Batch, RunSpec, catalog, codec
 from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
-from fourfold.verbs.flops import utilisation
 from fourfold.verbs.run_requests import OURS
+from fourfold.verbs.shapes import utilisation
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".
 _LISTED = 8

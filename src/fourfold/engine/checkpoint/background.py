@@ -17,7 +17,7 @@ from fourfold.engine.checkpoint.checkpoint import LOOK_S, save, state_shards
 from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.engine.compat import foreach_norm
 from fourfold.engine.observe.clock import synchronize
-from fourfold.engine.parallel.handles import cpu_group
+from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.process.health import NonFiniteError
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.checkpoint.folder import CheckpointState

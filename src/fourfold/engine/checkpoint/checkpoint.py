@@ -18,7 +18,7 @@ from fourfold import files
 from fourfold.engine.checkpoint import tensor_file
 from fourfold.engine.checkpoint.tensor_file import StateShard, Written
 from fourfold.engine.data.source import data_facts
-from fourfold.engine.parallel.handles import cpu_group
+from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints

@@ -16,7 +16,7 @@ from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.cpu import host_point
 from fourfold.engine.microbench.device import collectives_of, shared_rates
 from fourfold.engine.parallel.groups import Group
-from fourfold.engine.parallel.handles import cpu_group
+from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result import profile

@@ -16,7 +16,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.training.events import StepEvent
+from fourfold.engine.training.step import StepEvent
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import MemoryKind, RankCount, Traffic
 from fourfold.spec.model import ModelShape

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.engine import compat
 from fourfold.engine.compat import functional
-from fourfold.engine.parallel.handles import handle_of
+from fourfold.engine.parallel.host_group import handle_of
 from fourfold.engine.parallel.shards import ExpertShard, ShardPlace
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape

@@ -33,11 +33,9 @@ from fourfold.engine.parallel.pipeline import Passes, Pipeline, plan, stage_link
 from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
 from fourfold.engine.training import gradients
-from fourfold.engine.training.balance import Balance
-from fourfold.engine.training.events import StepEvent, StepOutcome
-from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
+from fourfold.engine.training.gradients import Balance, LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
-from fourfold.engine.training.step_graph import Batches, StepGraph
+from fourfold.engine.training.step import Batches, StepEvent, StepGraph, StepOutcome
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 

@@ -17,8 +17,7 @@ from fourfold.engine.model.router import Router
 from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import Shard
-from fourfold.engine.training.balance import Balance
-from fourfold.engine.training.gradients import SharedGradients
+from fourfold.engine.training.gradients import Balance, SharedGradients
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import FewerSums
 

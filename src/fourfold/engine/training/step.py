@@ -1,4 +1,5 @@
-"""The micro batches of a step as one CUDA graph: the host launches once, so no layer waits for it.
+"""What a trainer tells those who watch its steps; and the micro batches of a step as one CUDA
+graph: the host launches once, so no layer waits for it.
 
 What a step does between its batch and its gradients is the same every time: the same kernels and
 collectives (NCCL's can be captured too) on the same memory, which the graph keeps. Reduction of the
@@ -8,17 +9,38 @@ norm and the update stay outside: learning rate and clipping change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.engine.compat import foreach_copy_
+from fourfold.engine.model.decoder import Decoder
 
 # Tokens and targets of each micro batch.
 Batches = Sequence[tuple[Tensor, Tensor]]
 # Steps before the graph is recorded: they compile, choose kernels and connect ranks.
 _EAGER_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A phase begins: `data` (the step itself), `backward` of one micro batch through `chunk`
+    (`kind` B, or I and W of a split one), `reduce`, `optimizer` (`norm` is known, weights have not
+    changed; a callback may raise); or the step is at its `end`."""
+
+    phase: Literal["data", "backward", "reduce", "optimizer", "end"]
+    chunk: Decoder | None = None
+    kind: str = ""
+    norm: Tensor | None = None
+
+
+class StepOutcome(NamedTuple):
+    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
+
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class Recordable(Protocol):
