@@ -4,7 +4,7 @@ never as commands. Every output goes through here."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 FORMATS = ("text", "md", "csv", "json")
@@ -121,6 +121,17 @@ def csv_text(rows: Iterable[Sequence[str]]) -> str:
         [csv_cell(cell) for cell in row] for row in rows
     )
     return buffer.getvalue()
+
+
+def flattened(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; a list is one cell."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{before}{name}.")
+        else:
+            flat[f"{before}{name}"] = value
+    return flat
 
 
 def html_table(rows: Sequence[dict[str, Any]], most: int = 50) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.escape import csv_text, json_text, one_line, steer
+from fourfold.escape import csv_text, flattened, json_text, one_line, steer
 from fourfold.events import Event
 from fourfold.show.table import Grid, Part, named, render, table
 
@@ -78,17 +78,6 @@ def table_csv(rows: Sequence[dict[str, Any]]) -> str:
     flat = [flattened(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     return csv_text([names, *([_cell(row.get(name)) for name in names] for row in flat)])
-
-
-def flattened(row: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; a list is one cell."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{before}{name}.")
-        else:
-            flat[f"{before}{name}"] = value
-    return flat
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import sysconfig
@@ -23,7 +22,7 @@ import fourfold
 from fourfold.agents import tools
 from fourfold.errors import UserError
 from fourfold.escape import json_text
-from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, PROCESSES
+from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, PROCESSES, answer_within_limits
 
 # Fields of requests that may name a file.
 FILES = {"model", "cluster", "gpu", "profile", "calibration", "log", "logs", "runs", "out", "map",
@@ -174,16 +173,10 @@ def _ended(code: int | None) -> UserError:
 
 def _work(answer: Connection, name: str, given: Mapping[str, Any], root: Path) -> None:
     """In the call's own process."""
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     os.environ["HOME"] = str(root)
     confine(root)
-    try:
-        answer.send((True, json.loads(json_text(tools.called(name, given)))))
-    except UserError as error:
-        answer.send((False, str(error)))
-    except MemoryError:
-        answer.send((False, f"the question takes more than {MOST_BYTES >> 30} GiB"))
+    full = f"the question takes more than {MOST_BYTES >> 30} GiB"
+    answer_within_limits(answer, lambda: json.loads(json_text(tools.called(name, given))), full)
 
 
 def listed() -> list[dict[str, Any]]:

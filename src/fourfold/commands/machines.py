@@ -186,16 +186,10 @@ def demo(args: Any, show: OnEvent) -> Output:
 
 def _write_page(out: Path, show: OnEvent, *, browser: bool) -> None:
     """Of this demo's runs and earlier ones; without plotly the demo has only its table."""
-    from fourfold.page.document import check_page, write_page
-    from fourfold.page.report import report_page
-    from fourfold.page.run_details import report_command
+    from fourfold.page.report import write_report
 
-    request = ReportRequest(runs=str(out / RUNS))
-    path = str(out / PAGE)
+    request, path = ReportRequest(runs=str(out / RUNS)), str(out / PAGE)
     try:
-        check_page(path, force=False)
+        write_report(request, path, browser=browser, force=False, on_event=show)
     except UserError as error:
         show(Event(f"no page: {error}", "warning"))
-        return
-    text = report_page(fourfold.report(request), command=report_command(request))
-    write_page(path, text, on_event=show, browser=browser)

@@ -115,7 +115,13 @@ def report(args: Any, show: OnEvent) -> Output:
     """
     request = options.load(ReportRequest, args)
     check.that(not args.open or args.html, "--open", None, "needs --html", "add --html FILE")
-    answer = _paged(args, request, show) if args.html else fourfold.report(request, on_event=show)
+    if args.html:
+        from fourfold.page.report import write_report
+
+        force, browser = bool(args.force), bool(args.open)
+        answer = write_report(request, args.html, browser=browser, force=force, on_event=show)
+    else:
+        answer = fourfold.report(request, on_event=show)
     if args.out:
         _write_both(answer, args.out, bool(args.force), show)
     style = args.format or "text"
@@ -124,18 +130,6 @@ def report(args: Any, show: OnEvent) -> Output:
     if quiet and style != "json":
         return Output(raw="")
     return Output(answer.plain, answer.styled_rows, lambda: [page])
-
-
-def _paged(args: Any, request: ReportRequest, show: OnEvent) -> Any:
-    from fourfold.page.document import check_page, write_page
-    from fourfold.page.report import report_page
-    from fourfold.page.run_details import report_command
-
-    check_page(args.html, force=bool(args.force))
-    answer = fourfold.report(request, on_event=show)
-    text = report_page(answer, command=report_command(request))
-    write_page(args.html, text, on_event=show, browser=bool(args.open))
-    return answer
 
 
 def _write_both(answer: Any, name: str, force: bool, show: OnEvent) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from fourfold.logs.book import MOST_SHOWN, Book
 from fourfold.logs.lines import Line, open_text
 from fourfold.logs.mapping import plain_heading
-from fourfold.logs.nested import number, whole
+from fourfold.logs.nested import json_object, number, whole
 from fourfold.logs.row import COLUMNS, text_of
 from fourfold.logs.series import StepLine
 from fourfold.spec.layout import AXES
@@ -46,12 +46,9 @@ def cloudai_report(path: str | Path) -> dict[str, Any] | None:
         text = stream.read(_MOST_CHARS)
     if '"step_time_sec"' not in text or '"config"' not in text:
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    is_report = isinstance(found, dict) and isinstance(found.get("steps"), list)
-    return found if is_report and isinstance(found.get("config"), dict) else None
+    found = json_object(text) or {}
+    is_report = isinstance(found.get("steps"), list) and isinstance(found.get("config"), dict)
+    return found if is_report else None
 
 
 def read_cloudai(report: Mapping[str, Any], book: Book) -> None:
@@ -153,13 +150,8 @@ def _kind(heading: str) -> tuple[str, float] | None:
 
 def objects(lines: Iterator[Line]) -> Items:
     for line in lines:
-        if not line.text.strip():
-            continue
-        try:
-            found = json.loads(line.text)
-        except (ValueError, RecursionError):
-            found = None
-        yield line.number, found if isinstance(found, dict) else None
+        if line.text.strip():
+            yield line.number, json_object(line.text)
 
 
 _TRIPLE = ("walltime", "step", "value")

@@ -9,7 +9,9 @@ training from a benchmark (tables/derive.py).
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 # End of a setting's path -> what it says where it is on, or is set at all.
 _ON = {
@@ -197,6 +199,15 @@ class Yaml:
 # --- values, read by those who know what they should be
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,3}(?:\.[0-9]{3})+|[0-9]+),[0-9]+")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """None for what is no JSON, or no object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def whole(text: str | None) -> int | None:

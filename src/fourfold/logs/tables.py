@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from fourfold.logs import metrics
 from fourfold.logs.book import Book
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, require_headings
-from fourfold.logs.nested import decimal, number, whole
+from fourfold.logs.nested import decimal, json_object, number, whole
 from fourfold.logs.row import COLUMNS, EXTRA, Row, text_of
 from fourfold.logs.series import StepLine
 from fourfold.result.job import LOG_FILES
@@ -43,10 +42,7 @@ def take_titan_event(line: Line, book: Book) -> None:
     """A line that has the mark."""
     if not _STEP_END.search(line.text):
         return
-    try:
-        found = dict(json.loads(line.text))
-    except (ValueError, TypeError, RecursionError):
-        found = {}
+    found = json_object(line.text) or {}
     at, milliseconds = whole(str(found.get("step"))), number(str(found.get("value")))
     if at is None or not milliseconds or milliseconds < 0:
         book.unreadable(line)
@@ -95,12 +91,7 @@ def _first(path: str | Path) -> str:
 
 
 def _is_object(text: str) -> bool:
-    if not text.lstrip().startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+    return text.lstrip().startswith("{") and json_object(text) is not None
 
 
 def _is_schema(headings: list[str]) -> bool:

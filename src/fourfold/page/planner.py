@@ -256,18 +256,24 @@ def _products(number: int, factors: int) -> int:
 
 
 def _work(answer: Connection, request: PlanRequest, large: bool) -> None:
-    """In the plan's own process, which ends where it takes too much."""
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    """In the plan's own process."""
     if large:
         os.nice(10)
+    full = str(too_much(request, f"{MOST_BYTES >> 30} GiB"))
+    answer_within_limits(answer, lambda: plan_data(fourfold.plan(request), request), full)
+
+
+def answer_within_limits(answer: Connection, found: Callable[[], Any], full: str) -> None:
+    """What a process of its own does, which ends where it takes too much time; `full`: what it
+    says where it takes too much memory."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     try:
-        found = fourfold.plan(request)
-        answer.send((True, plan_data(found, request)))
+        answer.send((True, found()))
     except UserError as error:
         answer.send((False, str(error)))
     except MemoryError:
-        answer.send((False, str(too_much(request, f"{MOST_BYTES / 2**30:.0f} GiB"))))
+        answer.send((False, full))
 
 
 calibrations.shipped()  # read once, for every copy of this process

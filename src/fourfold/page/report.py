@@ -1,7 +1,5 @@
 """A report as one page: every run with its figures, and all of them in charts.
 
-    text = report_page(fourfold.report(ReportRequest(runs="runs")))
-
 The library has worked out every number; the page's scripts choose, sort and draw them.
 
 The matrix of other engines as one HTML file without scripts: verdicts by release and column.
@@ -16,8 +14,9 @@ from typing import Any
 
 import fourfold
 from fourfold.conformance.verdicts import COLUMNS, WORDS, Verdict
+from fourfold.events import OnEvent
 from fourfold.page import document
-from fourfold.page.run_details import run_details
+from fourfold.page.run_details import report_command, run_details
 from fourfold.result.record import KINDS, Record
 from fourfold.result.report import OUTCOMES
 from fourfold.show.machines import said_of
@@ -27,6 +26,7 @@ from fourfold.tables.derive import derive
 from fourfold.tables.styles import EQUIVALENCE, MPT, TOPOLOGY, Column
 from fourfold.verbs.conformance import Conformance
 from fourfold.verbs.report import Report
+from fourfold.verbs.requests import ReportRequest
 
 
 def matrix_page(answer: Conformance) -> str:
@@ -112,13 +112,20 @@ _TELLING = (
 _SCALING = ("gpus", *MODEL_AXES, "micro_batch", "tflops_gpu", "note")
 
 
-def report_page(answer: Report, *, command: str = "") -> str:
-    return document.document(
+def write_report(
+    request: ReportRequest, path: str, *, browser: bool, force: bool, on_event: OnEvent
+) -> Report:
+    """The report, also written as a page."""
+    document.check_page(path, force=force)
+    answer = fourfold.report(request, on_event=on_event)
+    text = document.document(
         title=report_title(answer),
         body=document.asset("report.html"),
-        data=report_data(answer, command=command),
+        data=report_data(answer, command=report_command(request)),
         scripts=REPORT_SCRIPTS,
     )
+    document.write_page(path, text, on_event=on_event, browser=browser)
+    return answer
 
 
 def report_title(answer: Report) -> str:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
+from fourfold.escape import flattened
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.result.timing import Timing, timing
@@ -124,18 +125,8 @@ class Comparison:
     why: str
 
 
-def flat(plain: Any, prefix: str = "") -> dict[str, Any]:
-    """{'layout.tp': 2, ...}"""
-    if not isinstance(plain, Mapping):
-        return {prefix: plain}
-    entries: dict[str, Any] = {}
-    for key, value in plain.items():
-        entries |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return entries
-
-
 def differences(one: Any, other: Any) -> list[tuple[str, Any, Any]]:
-    a, b = flat(one), flat(other)
+    a, b = flattened(one), flattened(other)
     names = [*a, *(name for name in b if name not in a)]
     return [(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
 

@@ -92,14 +92,12 @@ def _(counts_GE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, back, ends
 
 
-@torch.library.custom_op("fourfold::take_rows", mutates_args=())
-def take_rows(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    """Each row's token."""
-    return _plain_take(x_ND, place_R, choices)
-
-
 def _plain_take(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    """Each row's token."""
     return x_ND[inverse(place_R) // choices]
+
+
+take_rows = torch.library.custom_op("fourfold::take_rows", _plain_take, mutates_args=())
 
 
 @take_rows.register_fake
@@ -120,14 +118,12 @@ def _(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
     return rows
 
 
-@torch.library.custom_op("fourfold::put_rows", mutates_args=())
-def put_rows(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
-    """The sum of each token's rows."""
-    return _plain_put(rows_RD, place_R, choices)
-
-
 def _plain_put(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    """The sum of each token's rows."""
     return rows_RD[place_R].unflatten(0, (-1, choices)).sum(1)
+
+
+put_rows = torch.library.custom_op("fourfold::put_rows", _plain_put, mutates_args=())
 
 
 @put_rows.register_fake
@@ -148,17 +144,15 @@ def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
     return out
 
 
-@torch.library.custom_op("fourfold::swiglu_rows", mutates_args=())
-def swiglu_rows(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
-    """silu(gate) x up x score of each row."""
-    return _plain(gate_up_RG, scores_NK, source_R)
-
-
 def _plain(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
+    """silu(gate) x up x score of each row."""
     wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
     gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
     score = scores_NK.flatten()[source_R].to(wide)
     return (F.silu(gate) * up * score[:, None]).to(gate_up_RG.dtype)
+
+
+swiglu_rows = torch.library.custom_op("fourfold::swiglu_rows", _plain, mutates_args=())
 
 
 @swiglu_rows.register_fake
@@ -179,17 +173,10 @@ def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("fourfold::swiglu_rows_backward", mutates_args=())
-def swiglu_rows_backward(
-    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of gate_up, the activation once more, gradient of the scores)."""
-    return _plain_backward(gate_up_RG, scores_NK, source_R, grad_RF)
-
-
 def _plain_backward(
     gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate_up, the activation once more, gradient of the scores)."""
     wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
     gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
     score = scores_NK.flatten()[source_R].to(wide)[:, None]
@@ -200,6 +187,11 @@ def _plain_backward(
     grad_scores.view(-1)[source_R] = (slope * silu * up).sum(dim=-1).to(scores_NK.dtype)
     dtype = gate_up_RG.dtype
     return torch.cat(grads, dim=-1).to(dtype), (silu * up * score).to(dtype), grad_scores
+
+
+swiglu_rows_backward = torch.library.custom_op(
+    "fourfold::swiglu_rows_backward", _plain_backward, mutates_args=()
+)
 
 
 @swiglu_rows_backward.register_fake
