@@ -138,29 +138,19 @@ def _work(kernel: Kernel, spec: RunSpec, device: torch.device) -> Work:
 
 
 def _product(kernel: Product, random: Callable[..., Tensor]) -> Work:
-    """In the memory layouts of a linear layer: weights [outputs, inputs], tokens first."""
-    m, n, k = kernel.m, kernel.n, kernel.k
-    if kernel.groups > 1:
-        return _grouped(kernel, random)
-    if kernel.makes == "output":
-        left, right = random(m, k), random(n, k, std=_WEIGHT_STD).t()
-    elif kernel.makes == "input gradient":
-        left, right = random(m, k), random(k, n, std=_WEIGHT_STD)
-    else:
-        left, right = random(k, m).t(), random(k, n)
-    return lambda: left @ right
-
-
-def _grouped(kernel: Product, random: Callable[..., Tensor]) -> Work:
-    """All groups have as many rows."""
+    """In the memory layouts of a linear layer: weights [outputs, inputs], tokens first; all groups
+    have as many rows."""
     m, n, k, groups = kernel.m, kernel.n, kernel.k, kernel.groups
-    rows = k if kernel.makes == "weight gradient" else m
+    each = (groups,) if groups > 1 else ()
     if kernel.makes == "output":
-        left, right = random(m, k), random(groups, n, k, std=_WEIGHT_STD).transpose(1, 2)
+        left, right = random(m, k), random(*each, n, k, std=_WEIGHT_STD).transpose(-2, -1)
     elif kernel.makes == "input gradient":
-        left, right = random(m, k), random(groups, k, n, std=_WEIGHT_STD)
+        left, right = random(m, k), random(*each, k, n, std=_WEIGHT_STD)
     else:
         left, right = random(k, m).t(), random(k, n)
+    if groups == 1:
+        return lambda: left @ right
+    rows = k if kernel.makes == "weight gradient" else m
     ends = torch.arange(1, groups + 1, device=left.device) * rows // groups
     offsets = ends.to(torch.int32)
     return lambda: grouped_mm(left, right, offsets)
