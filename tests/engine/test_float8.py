@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fourfold.engine.jobs.train import utilisation_of
 from fourfold.engine.parallel import products
 from fourfold.errors import UserError
+from fourfold.spec.run import run_of
 
 
 def relative(have: torch.Tensor, want: torch.Tensor) -> float:
@@ -64,3 +66,14 @@ def test_a_compiled_layer_computes_the_same():
     compiled = torch.compile(product, fullgraph=True, dynamic=False)
     for have, want in zip(results(compiled, None), results(product, None), strict=True):
         assert relative(have, want) < 0.02
+
+
+def test_a_training_is_measured_against_the_peak_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are kept in 16 bits, its products are not."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    plain = {"model": "llama-tiny", "batch": {"seq_len": 128, "global_batch": 4}}
+    mfu_pct = {}
+    for compute in ("fp8", "bf16"):
+        spec = run_of({**plain, "policy": {"precision": "bf16-pure", "compute_dtype": compute}})
+        mfu_pct[compute] = utilisation_of(spec, torch.device("cuda"))(1e6)
+    assert mfu_pct["bf16"] == pytest.approx(2 * mfu_pct["fp8"], rel=0.01)

@@ -259,7 +259,7 @@ def _within(specs: Sequence[RunSpec], most_events: int) -> list[str]:
 
 def _has_peak(spec: RunSpec, machine: Cluster) -> bool:
     try:
-        machine.device.peak(spec.policy.precision)
+        machine.device.peak(spec.policy.precision_name)
     except UserError:
         return False
     return True

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from fourfold import files
 from fourfold.errors import UserError, inside, nearest
 from fourfold.spec import check, codec
-from fourfold.spec.cluster import Cluster, Device, stretched
+from fourfold.spec.cluster import Cluster, Device, device_id, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
 
 # A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
@@ -167,6 +167,16 @@ def device(name: str) -> Device:
         )
         raise UserError("unknown GPU", field="gpu", value=name, hint=hint)
     return codec.decode(Device, {"id": key, **table[key]})
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """Dense FLOP/s of a GPU by its driver's name of it; None where the GPU is not known, or has no
+    unit for the format."""
+    known = device_id(name, device_names())
+    try:
+        return device(known).peak(precision) if known else None
+    except UserError:
+        return None
 
 
 def generation_of(gpu: Device | str) -> str:

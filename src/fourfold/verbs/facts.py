@@ -7,13 +7,11 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from fourfold.errors import UserError
 from fourfold.result.from_run import record_of
 from fourfold.result.quality import flags, straggler, throttles
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.spec import Batch, RunSpec, catalog, codec
-from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
 from fourfold.verbs.run_requests import OURS
 from fourfold.verbs.shapes import utilisation
@@ -118,11 +116,7 @@ def _surroundings(report: RunReport) -> dict[str, Any]:
 
 
 def _utilisation(report: RunReport, speed: float, device: str) -> dict[str, Any]:
-    known = device_id(device, catalog.device_names())
-    try:
-        peak = catalog.device(known).peak(report.spec.policy.precision_name) if known else None
-    except UserError:
-        peak = None  # a format this device has no unit for has no utilisation
+    peak = catalog.peak_of(device, report.spec.policy.precision_name)
     counted = codec.encode(utilisation(report.spec, None, speed, peak))
     for row in counted.values():
         del row["flops_per_token"]

@@ -217,7 +217,7 @@ def _planned(run: Combination, predicted: Prediction, left: int) -> dict[str, An
         "seq_len": spec.batch.seq_len,
         "micro_batch": spec.batch.micro_batch or "auto",
         "global_batch": spec.batch.global_batch,
-        "precision": spec.policy.precision,
+        "precision": spec.policy.precision_name,
         "sharding": spec.policy.sharding,
         "recompute": spec.policy.recompute,
         "runs_left": left,

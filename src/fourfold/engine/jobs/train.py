@@ -29,14 +29,12 @@ from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers
 from fourfold.engine.training.trainer import Trainer
-from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Point
 from fourfold.result.job import STOP_FILE, RankFacts
 from fourfold.result.report import RankSteps
 from fourfold.spec import catalog
-from fourfold.spec.cluster import device_id
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import lr_at
 
@@ -200,7 +198,7 @@ class _Log:
         out = Path(task.job.option("out"))
         self._stream = stored.appending(out / curve.METRICS_FILE)
         self._others: list[Tracker] = trackers(task.job.train, task.spec, out, first)
-        self.mfu_pct = _utilisation(task.spec, task.device(task.spec.device))
+        self.mfu_pct = utilisation_of(task.spec, task.device(task.spec.device))
 
     def add(self, points: list[Point]) -> None:
         self._stream.write(curve.lines(points).encode())
@@ -218,14 +216,10 @@ class _Log:
             other.close()
 
 
-def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float | None]:
+def utilisation_of(spec: RunSpec, device: torch.device) -> Callable[[float], float | None]:
     """Tokens/s/GPU -> MFU by the default convention; None on a device whose peak is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = device_id(name, catalog.device_names()) if name else None
-    try:
-        peak = catalog.device(known).peak(spec.policy.precision) if known else None
-    except UserError:
-        peak = None
+    peak = catalog.peak_of(name, spec.policy.precision_name)
     ask = FlopsQuery.of_spec(spec)
     flops = CONVENTIONS[DEFAULT].count(ask).model
     return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
