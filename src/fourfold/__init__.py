@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.calibrate import calibrate, demo, submit_calibrate
     from fourfold.verbs.clusters import new_cluster
     from fourfold.verbs.collect import CollectRequest, collect
-    from fourfold.verbs.conformance import (
-        EnginesRequest,
-        conform,
-        engines,
-        install_engines,
-        matrix,
-    )
+    from fourfold.verbs.conformance import EnginesRequest, conform, engines, install_engines, matrix
     from fourfold.verbs.diagnose import diagnose
     from fourfold.verbs.exam import ExamRequest, exam
     from fourfold.verbs.export import SupportRequest, export, support

@@ -15,12 +15,7 @@ from fourfold.search.answer import answer
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.ranking import rank_layouts
 from fourfold.spec import catalog, codec
-from fourfold.verbs.calendar_request import (
-    Calendar,
-    CalendarPoint,
-    CalendarRequest,
-    TrainingPhase,
-)
+from fourfold.verbs.calendar_request import Calendar, CalendarPoint, CalendarRequest, TrainingPhase
 from fourfold.verbs.machine import known_cluster
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest

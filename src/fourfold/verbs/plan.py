@@ -35,12 +35,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
-from fourfold.verbs.machine import (
-    Machine,
-    known_cluster,
-    planned_calibration,
-    planned_cluster,
-)
+from fourfold.verbs.machine import Machine, known_cluster, planned_calibration, planned_cluster
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import OURS
