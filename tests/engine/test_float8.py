@@ -29,8 +29,6 @@ def results(product, bias: torch.Tensor | None) -> list[torch.Tensor]:
     return [y, x.grad, weight.grad]
 
 
-# Some CPUs have no bf16 units, and torch says so once.
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_all_three_products_round_to_eight_bits_and_no_more():
     bias = torch.ones(48, dtype=torch.bfloat16)
     eight = results(products.float8_product(emulate=True), bias)

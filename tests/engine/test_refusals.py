@@ -10,7 +10,7 @@ import torch
 
 from fourfold.engine.jobs.build import require_runnable
 from fourfold.errors import UserError
-from fourfold.search.legal import Target, require_legal, why_not
+from fourfold.search.legal import require_legal
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from tests.specs import run_spec
@@ -48,20 +48,6 @@ def test_a_format_is_refused_only_where_another_would_run() -> None:
     with pytest.raises(UserError, match=r"policy\.reduce_dtype"):
         require_legal(replace(SPEC, policy=copies))
     require_legal(replace(SPEC, gpus=2, layout=Layout(tp=2), policy=copies))
-
-
-def test_what_a_split_backward_does_not_allow_is_refused_before_a_run() -> None:
-    run = replace(SPEC, layout=Layout(pp=2, shard=2))
-    split = replace(run.policy, schedule="zero-bubble")
-    for policy, reasons in (
-        (split, []),
-        (replace(split, virtual_stages=2, recompute="full", sharding="zero3"), []),
-        (replace(split, compile=True), ["compiled-zero-bubble"]),
-        (replace(run.policy, schedule="interleaved"), ["needs-virtual-stages"]),
-        (replace(run.policy, schedule="interleaved", virtual_stages=3), ["virtual-stages"]),
-    ):
-        said = why_not(run.model, run.layout, run.batch, policy, Target(gpus=4))
-        assert [one.reason for one in said] == reasons
 
 
 def test_a_graph_needs_a_gpu_and_everything_on_it() -> None:

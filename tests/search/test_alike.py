@@ -21,7 +21,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.cli import Cli
-from tests.search.test_plan import ask
+from tests.search.asking import ask
 from tests.specs import run_spec
 
 POLICIES = [

@@ -47,14 +47,8 @@ def test_no_process_is_left_behind(monkeypatch) -> None:
 
 
 def test_a_plan_beside_is_the_plan(monkeypatch) -> None:
-    request = PlanRequest(
-        model="mixtral-8x7b",
-        gpu="a100-80gb",
-        gpus=256,
-        seq_len=4096,
-        global_batch=256,
-        layout="pp1 tp1",
-    )
+    sizes = {"gpus": 256, "seq_len": 4096, "global_batch": 256}
+    request = PlanRequest(model="mixtral-8x7b", gpu="a100-80gb", layout="pp1 tp1", **sizes)
     begun = []
     real = planning.beside
     monkeypatch.setattr(planning, "beside", lambda *given: begun.append(given) or real(*given))

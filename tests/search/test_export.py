@@ -92,10 +92,8 @@ def test_the_whole_model_is_exported() -> None:
     assert gpt["--position-embedding-type"] == ["learned_absolute"]
     assert not {"--swiglu", "--untie-embeddings-and-output-weights"} & gpt.keys()
     qwen = replace(catalog.model("llama-3.1-8b"), qkv_bias=True, qk_norm="head", head_dim=160)
-    assert flags_of(replace(setup("dp4"), model=qwen)).keys() >= {
-        "--add-qkv-bias",
-        "--qk-layernorm",
-    }
+    found = flags_of(replace(setup("dp4"), model=qwen))
+    assert found.keys() >= {"--add-qkv-bias", "--qk-layernorm"}
 
 
 def test_what_the_seconds_assume_is_switched_on() -> None:
@@ -107,9 +105,8 @@ def test_what_the_seconds_assume_is_switched_on() -> None:
     }  # fmt: skip
     plain = flags_of(replace(setup(), stack="megatron-lm-2024"))
     assert "--accumulate-allreduce-grads-in-fp32" in plain
-    assert (
-        not {"--tp-comm-overlap", "--grad-reduce-in-bf16", "--overlap-grad-reduce"} & plain.keys()
-    )
+    priced = {"--tp-comm-overlap", "--grad-reduce-in-bf16", "--overlap-grad-reduce"}
+    assert not priced & plain.keys()
     sharded = setup("dp8", sharding="zero3")
     assert flags_of(sharded)["--ckpt-format"] == ["fsdp_dtensor"]
     connections = {
@@ -171,13 +168,8 @@ REFUSED = [
     ("megatron", "qwen3-30b-a3b", "dp8", {"recompute": "norm+mlp"}, "policy.recompute=norm+mlp"),
     ("megatron", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "ncclep"}, "policy.dispatcher"),
     ("megatron", "qwen3-30b-a3b", "pp2 dp8 ep8", {"overlap_exchange": True}, "overlap_exchange"),
-    (
-        "megatron",
-        "qwen3-30b-a3b",
-        "dp8 ep8",
-        {"overlap_exchange": True, "overlap_kind": "shared-expert"},
-        "overlap_kind=shared-expert",
-    ),
+    ("megatron", "qwen3-30b-a3b", "dp8 ep8",
+     {"overlap_exchange": True, "overlap_kind": "shared-expert"}, "overlap_kind=shared-expert"),
     ("megatron", "olmoe-1b-7b", "dp8", {}, "model.qk_norm=width"),
     ("megatron", "gpt-oss-20b", "dp8", {}, "model.window"),
     ("torchtitan", "mixtral-8x7b", "dp8", {}, "model.family=mixtral"),
@@ -188,7 +180,7 @@ REFUSED = [
     ("torchtitan-0.2", "qwen3-30b-a3b", "dp8 ep8", {"dispatcher": "hybridep"}, "dispatcher"),
     ("nanotron", "qwen3-30b-a3b", "dp8", {"sharding": "zero1"}, "model.experts=128"),
     ("accelerate", "qwen3-30b-a3b", "dp8 ep8", {"sequence_parallel": False}, "layout.ep=8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("engine", "model", "layout", "policy", "field"), REFUSED)
@@ -202,18 +194,18 @@ def test_what_an_engine_lacks_of_experts_is_refused_by_name(
     assert field in str(error.value)
 
 
+def for_shell(engine: str, layout: str, value: str) -> Setup:
+    """With a variable of this value."""
+    policy = {"sharding": "zero0", "sequence_parallel": engine not in NO_SEQUENCE_PARALLEL}
+    one = setup(layout, env=(("NCCL_DEBUG", value),), **policy)
+    return replace(one, stack=export.stack_of(engine))
+
+
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -> None:
     """A launcher in place of torchrun prints what reaches it: words, environment, paths."""
-    layout = Layout.parse(f"dp{8 * hosts}")
-    one = replace(
-        setup(sharding="zero0"), model=LLAMA2, layout=layout, stack=export.stack_of(engine)
-    )
-    sequence_parallel = engine not in NO_SEQUENCE_PARALLEL
-    env = (("NCCL_DEBUG", "a 'b' $c"),)
-    policy = replace(one.policy, env=env, sequence_parallel=sequence_parallel)
-    one = replace(one, policy=policy)
+    one = replace(for_shell(engine, f"dp{8 * hosts}", "a 'b' $c"), model=LLAMA2)
     folder = tmp_path / "a folder's name"
     folder.mkdir()
     for name, text in export.write_folder(engine, one).items():
@@ -221,13 +213,8 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_DEBUG" "$PYTHONPATH" "$@"\n')
     fake.chmod(0o755)
-    env = {
-        "PATH": os.environ["PATH"],
-        "TORCHRUN": str(fake),
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "n0",
-        "TRAIN": "train.py",
-    }
+    env = {"PATH": os.environ["PATH"], "TORCHRUN": str(fake), "NODE_RANK": "1"}
+    env |= {"MASTER_ADDR": "n0", "TRAIN": "train.py"}
     stand_alone = tmp_path / "all.sh"
     stand_alone.write_text(export.write(engine, one))
     for script in (folder / "run.sh", stand_alone):
@@ -256,16 +243,12 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
 def test_bash_runs_nothing_that_stands_in_a_name(engine: str, tmp_path) -> None:
     hostile = 'it\'s "$(touch pwned)" `touch pwned`; touch pwned'
     lines = f"{hostile}\ntouch pwned\nEOF\ntouch pwned\n"  # of a path
-    one = replace(setup(sharding="zero0"), layout=Layout.parse("dp8"), model_name=lines)
-    one = replace(one, model=replace(LLAMA2, name=hostile), stack=export.stack_of(engine))
+    one = replace(for_shell(engine, "dp8", hostile), model_name=lines)
+    one = replace(one, model=replace(LLAMA2, name=hostile))
     if engine == "megatron-bridge":  # which has recipes of known models only
         with pytest.raises(UserError, match="not supported by megatron-bridge"):
             export.write_folder(engine, one)
         one = replace(one, model=LLAMA31)
-    sequence_parallel = engine not in NO_SEQUENCE_PARALLEL
-    env = (("NCCL_DEBUG", hostile),)
-    policy = replace(one.policy, env=env, sequence_parallel=sequence_parallel)
-    one = replace(one, policy=policy)
     files = export.write_folder(engine, one) | {"all.sh": export.write(engine, one)}
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.fit import calibration as calibrations
+from fourfold import search
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import (
@@ -34,7 +35,7 @@ from fourfold.search.explain import explain
 from fourfold.search.fastest import CELLS, fastest
 from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points
 from fourfold.search.peaks import WaysTable, peaks
-from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
+from fourfold.search.query import PlanQuery, usual_cluster, usual_policy
 from fourfold.search.ranking import ASIDE, Ranking, rank_layouts
 from fourfold.search.space import Pool, may_fit, space_of, widest_half
 from fourfold.spec import catalog
@@ -46,13 +47,12 @@ from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.result.test_cpu_profile import host_point, profile
 from tests.sampling import examples
+from tests.search.asking import ask
 
-SHIPPED = calibrations.shipped()
+PLAIN = {"policy": Policy(), "evidence": {}}
 FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"sharding": "zero3"},
          {"cp_kind": "ulysses", "tp": 2}, {"schedule": "1f1b"}, {"replicate": 1})  # fmt: skip
 WHERE = ((), ("tp <= 4",), ("mem_gib < 60",), ("step_s < 5 and micro_batch == 1",), ("pp > 64",))
-
-# None, and those of measured stacks: bounds hold with either.
 
 
 @st.composite
@@ -63,31 +63,24 @@ def questions(draw: st.DrawFn, most_gpus: int = 24) -> PlanQuery:
     model = draw(st.sampled_from(["llama-3.2-1b", "llama-3.1-8b", "mpt-125m", "llama-3.1-70b"]))
     compute = draw(st.sampled_from([None, None, "fp8"]))
     schedule = draw(st.sampled_from(["1f1b", "1f1b", "zero-bubble", "gpipe"]))
-    cluster = usual_cluster(catalog.device(device), gpus)
-    entry, why = entry_for(SHIPPED, stack, cluster)
     policy = Policy(compute_dtype=compute, schedule=schedule, compile=draw(st.booleans()))
     fixed = dict(draw(st.sampled_from(FIXED)))
     if "schedule" not in fixed and schedule != "1f1b":
         fixed["schedule"] = schedule
-    return PlanQuery(
-        model=catalog.model(model),
-        cluster=cluster,
-        gpus=gpus,
-        batch=Batch(
-            seq_len=draw(st.sampled_from([1024, 4096, 32768])),
-            global_batch=draw(st.integers(1, 200)),
-        ),
+    seq_len, global_batch = draw(st.sampled_from([1024, 4096, 32768])), draw(st.integers(1, 200))
+    query = ask(
+        model,
+        gpus,
+        stack,
+        cluster=usual_cluster(catalog.device(device), gpus),
+        batch=Batch(seq_len=seq_len, global_batch=global_batch),
         policy=usual_policy(stack, policy, {"compile"}, recipe=True),
-        stack=stack,
-        entry=entry,
-        calibration="shipped",
-        no_rows=why,
-        evidence=evidence_for(SHIPPED, entry) if draw(st.booleans()) else {},
         fixed=fixed,
         where=tuple(parse(text) for text in draw(st.sampled_from(WHERE))),
         explore=draw(st.booleans()),
         safe=draw(st.sampled_from([False, False, True])),
     )
+    return query if draw(st.booleans()) else replace(query, evidence={})
 
 
 def few(pool: Pool, mask: np.ndarray) -> Pool:
@@ -250,21 +243,11 @@ def test_no_point_on_cores_is_faster_than_its_bound(model: str, update_s: float)
     known = replace(profile(), hosts=points)
     cluster = cluster_of(known, 8)
     made = calibration_of(known, cluster)
-    entry, why = entry_for(made, "fourfold", cluster)
-    query = PlanQuery(
-        model=catalog.model(model),
-        cluster=cluster,
-        gpus=8,
-        batch=Batch(seq_len=128, global_batch=16),
-        policy=usual_policy("fourfold", Policy(precision="fp32"), set(), recipe=True),
-        stack="fourfold",
-        entry=entry,
-        calibration="made",
-        no_rows=why,
-        evidence={},
-        fixed={},
-    )
-    assert "cpu_layer_s" in entry.coefficients
+    policy = usual_policy("fourfold", Policy(precision="fp32"), set(), recipe=True)
+    batch = Batch(seq_len=128, global_batch=16)
+    machine = {"known": made, "cluster": cluster, "evidence": {}}
+    query = ask(model, 8, "fourfold", batch=batch, policy=policy, **machine)
+    assert "cpu_layer_s" in query.entry.coefficients
     check_bounds(query)
 
 
@@ -337,49 +320,32 @@ def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery
     assert said.smallest.peak_bytes == every["peak_bytes"].min()
 
 
-def on_h100(model: str, *, gpus: int, global_batch: int, stack: str) -> PlanQuery:
-    cluster = usual_cluster(catalog.device("h100-80gb"), gpus)
-    entry, why = entry_for(SHIPPED, stack, cluster)
-    return PlanQuery(
-        model=catalog.model(model), cluster=cluster, gpus=gpus,
-        batch=Batch(seq_len=8192, global_batch=global_batch), policy=Policy(), stack=stack,
-        entry=entry, calibration="shipped", no_rows=why, evidence={}, fixed={},
-    )  # fmt: skip
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, function: Any, result: str) -> list[int]:
+    """Of how many points a module asks a function, call by call."""
+    sizes: list[int] = []
+
+    def noted(c, coefficients):
+        found = function(c, coefficients)
+        sizes.append(len(getattr(found, result)))
+        return found
+
+    monkeypatch.setattr(module, function.__name__, noted)
+    return sizes
 
 
 def test_bounds_of_memory_leave_few_points_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of our own engine, whose tensors are counted one by one."""
-    import fourfold.search.peaks as module
-
-    counted = 0
-
-    def counting(c, coefficients):
-        nonlocal counted
-        found = memory(c, coefficients)
-        counted += len(found.worst_bytes)
-        return found
-
-    monkeypatch.setattr(module, "memory", counting)
-    query = on_h100("llama-3.1-8b", gpus=64, global_batch=256, stack="fourfold")
+    sizes = counted(monkeypatch, search.peaks, memory, "worst_bytes")
+    query = ask(gpus=64, stack="fourfold", batch=Batch(seq_len=8192, global_batch=256), **PLAIN)
     space = space_of(query, candidates(query), Bar(ignore, ""), every=True)
     assert 0.1 < space.likely.sum() / space.legal.sum() < 0.9
-    assert 0 < counted < 0.2 * space.legal.sum()
+    assert 0 < sum(sizes) < 0.2 * space.legal.sum()
 
 
 def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is worth having: of a million points fewer than one in a hundred is timed."""
-    import fourfold.search.fastest as module
-
-    timed = 0
-
-    def counted(c, coefficients):
-        nonlocal timed
-        found = estimate(c, coefficients)
-        timed += len(found.step_s)
-        return found
-
-    monkeypatch.setattr(module, "estimate", counted)
-    query = on_h100("llama-3.1-70b", gpus=1024, global_batch=1024, stack="generic")
+    sizes = counted(monkeypatch, search.fastest, estimate, "step_s")
+    query = ask("llama-3.1-70b", 1024, batch=Batch(seq_len=8192, global_batch=1024), **PLAIN)
     ranking = rank_layouts(query)
     assert ranking.ways > 100 * CELLS
-    assert timed < 0.01 * ranking.ways
+    assert sum(sizes) < 0.01 * ranking.ways

@@ -107,6 +107,9 @@ CASES = [
     ("needs-pipeline", {"schedule": "zero-bubble"}, {}, {"layout": "pp2"}),
     ("compiled-zero-bubble", {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
      {"compile": True}, {}),
+    ("virtual-stages", {"layout": "pp2 dp2", "schedule": "zero-bubble", "stack": "fourfold",
+                        "recompute": "full", "sharding": "zero3"},
+     {"virtual_stages": 17}, {"virtual_stages": 2}),
     ("fp8-sizes", {"layout": "cp2", "precision": "fp8", "stack": "fourfold"},
      {"batch": batch(seq_len=2064)}, {"batch": batch(seq_len=2080)}),
     # ffn / tp is 24.
@@ -170,12 +173,8 @@ def test_all_broken_rules_are_named_at_once() -> None:
 
 
 def test_every_stage_of_a_ramp_is_asked() -> None:
-    ramp = Batch(
-        seq_len=2048,
-        micro_batch=2,
-        global_batch=2048,
-        ramp=Ramp(start=192, increment=32, samples=10**6),
-    )
+    growth = Ramp(start=192, increment=32, samples=10**6)
+    ramp = Batch(seq_len=2048, micro_batch=2, global_batch=2048, ramp=growth)
     assert reasons(layout="dp32", batch=replace(ramp, ramp=None), stack="megatron") == []
     refused = why_not(LLAMA, Layout.parse("dp32"), ramp, Policy(), Target(stack="megatron"))
     assert [r.reason for r in refused] == ["micro-divides"]
@@ -199,12 +198,6 @@ def test_stack_names_carry_years_and_flavours() -> None:
     assert stack_rules("llm-foundry-2023").name == "llm-foundry"
     assert stack_rules("somebody-elses").name == "generic"
     assert set(ENGINES) == {
-        "generic",
-        "fourfold",
-        "megatron",
-        "torchtitan",
-        "nanotron",
-        "llm-foundry",
-        "accelerate",
+        "generic", "fourfold", "megatron", "torchtitan", "nanotron", "llm-foundry", "accelerate",
         "deepspeed",
-    }
+    }  # fmt: skip

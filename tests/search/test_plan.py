@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import os
 import re
@@ -11,8 +13,7 @@ import numpy as np
 import pytest
 
 import fourfold
-from fourfold.cli import main
-from fourfold.cost.fit import calibration as calibrations
+from fourfold.cli import command_parser, main
 from fourfold.cost.memory.peak import REFUSED, SURE, memory, memory_bounds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
@@ -30,10 +31,7 @@ from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import (
     PlanQuery,
     default_stack,
-    entry_for,
-    evidence_for,
     usual_cluster,
-    usual_policy,
 )
 from fourfold.search.ranking import rank_layouts
 from fourfold.search.rules.case import divisors
@@ -45,32 +43,12 @@ from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.spec.words import RECOMPUTE, RECOMPUTE_KINDS
 from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
-
-SHIPPED = calibrations.shipped()
-
-
-def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "generic", **changed) -> PlanQuery:
-    cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
-    entry, why = entry_for(SHIPPED, stack, cluster)
-    base = PlanQuery(
-        model=catalog.model(model),
-        cluster=cluster,
-        gpus=gpus,
-        batch=Batch(seq_len=4096, global_batch=48),
-        policy=usual_policy(stack, Policy(), set(), recipe=True),
-        stack=stack,
-        entry=entry,
-        calibration="shipped",
-        no_rows=why,
-        evidence=evidence_for(SHIPPED, entry),
-        fixed={},
-    )
-    return replace(base, **changed)
+from tests.search.asking import SHIPPED, ask
+from tests.specs import run_spec
 
 
 @pytest.mark.parametrize(
@@ -131,36 +109,29 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     one = ask(gpus=16)
     ranking = rank_layouts(one)
     assert len(ranking) > 10
+    micros = ranking.points["micro_batch"].tolist()
     specs = [
-        RunSpec(
-            model=one.model,
-            gpus=16,
-            layout=ranking.layout(i),
-            batch=replace(one.batch, micro_batch=int(ranking.points["micro_batch"][i])),
-            policy=ranking.policy(i),
+        run_spec(
+            one.model, ranking.layout(i), policy=ranking.policy(i),
+            batch=replace(one.batch, micro_batch=micro),
         )
-        for i in range(len(ranking))
-    ]
+        for i, micro in enumerate(micros)
+    ]  # fmt: skip
     for spec in specs:
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
     columns = columns_of(specs, cluster=one.cluster, stack="generic")
     assert np.allclose(estimate(columns, one.entry.coefficients).step_s, ranking.closed_s)
-    assert np.allclose(
-        memory(columns, one.entry.coefficients).worst_bytes, ranking.predicted.room.worst_bytes
-    )
+    peaks = ranking.predicted.room.worst_bytes
+    assert np.allclose(memory(columns, one.entry.coefficients).worst_bytes, peaks)
     sure = ranking.fits >= SURE
     assert (np.diff(ranking.step_s[sure]) >= 0).all()
     assert (ranking.step_s[~sure] < ranking.step_s[0]).all()
     assert np.allclose(sum(ranking.predicted.times.parts.values()), ranking.step_s)
-    assert (ranking.predicted.room.worst_bytes < one.cluster.device.memory_bytes).all()
-    assert (
-        (ranking.predicted.low_s < ranking.step_s) & (ranking.step_s < ranking.predicted.high_s)
-    ).all()
-    keys = [
-        (str(spec.layout), spec.policy.cp_kind)
-        for spec, one in zip(specs, sure, strict=True)
-        if one
-    ]
+    assert (peaks < one.cluster.device.memory_bytes).all()
+    assert (ranking.predicted.low_s < ranking.step_s).all()
+    assert (ranking.step_s < ranking.predicted.high_s).all()
+    surely = [spec for spec, fits in zip(specs, sure, strict=True) if fits]
+    keys = [(str(spec.layout), spec.policy.cp_kind) for spec in surely]
     assert len(set(keys)) == len(keys)
 
 
@@ -196,9 +167,8 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
     assert set(fixed.points["tp"].tolist()) == {4}
     assert set(fixed.points["micro_batch"].tolist()) == {3}
     assert {fixed.policy(i).recompute for i in range(len(fixed))} == {"full"}
-    few = rank_layouts(
-        replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60")))
-    )
+    where = (parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60"))
+    few = rank_layouts(replace(one, where=where))
     assert len(few)
     assert few.dropped
     assert (few.predicted.columns.dp % 4 == 0).all()
@@ -212,21 +182,18 @@ def test_a_named_schedule_decides_the_virtual_stages() -> None:
     assert set(plain.points["virtual_stages"].tolist()) == {1}
     looped = rank_layouts(ask(gpus=16, fixed=pipe | {"schedule": "interleaved"}))
     assert min(looped.points["virtual_stages"].tolist()) > 1
-    held = replace(Policy(), schedule="gpipe")
-    gpipe = rank_layouts(
-        ask(gpus=16, fixed=pipe | {"schedule": "gpipe"}, policy=held, explore=True)
-    )
+    named = {"fixed": pipe | {"schedule": "gpipe"}, "policy": Policy(schedule="gpipe")}
+    gpipe = rank_layouts(ask(gpus=16, explore=True, **named))
     assert {gpipe.policy(i).schedule for i in range(len(gpipe))} == {"gpipe"}
 
 
 @pytest.mark.parametrize("part", ["every-2", "block-8"])
 def test_recompute_of_some_layers_is_priced_between_none_and_full(part: str) -> None:
-    policy = {"policy": replace(Policy(), recompute=part)}
+    fixed = {"tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}
+    more = {part: {"policy": Policy(recompute=part)}}
     steps = [
-        rank_layouts(
-            ask(fixed={"recompute": how, "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}, **more)
-        )
-        for how, more in (("none", {}), (part, policy), ("full", {}))
+        rank_layouts(ask(fixed={"recompute": how} | fixed, **more.get(how, {})))
+        for how in ("none", part, "full")
     ]
     times = [float(ranking.step_s[0]) for ranking in steps]
     assert times[0] < times[1] < times[2]
@@ -234,11 +201,9 @@ def test_recompute_of_some_layers_is_priced_between_none_and_full(part: str) -> 
 
 
 def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
-    cluster = catalog.cluster("jean-zay")
+    cluster, batch = catalog.cluster("jean-zay"), Batch(seq_len=2048, global_batch=2048)
     stack = default_stack(cluster, SHIPPED)
-    one = ask(
-        "gpt-3-175b", 384, stack, cluster=cluster, batch=Batch(seq_len=2048, global_batch=2048)
-    )
+    one = ask("gpt-3-175b", 384, stack, cluster=cluster, batch=batch)
     shy, bold = rank_layouts(one), rank_layouts(replace(one, explore=True))
     assert {shy.policy(i).recompute for i in range(len(shy))} == {"full"}
     assert shy.set_aside > 0
@@ -358,9 +323,8 @@ def test_flips_and_deciding_runs_name_other_layouts() -> None:
     apart = np.abs(np.log(ranking.step_s[runs] / ranking.step_s[0]))
     assert apart.max() <= np.abs(np.log(ranking.step_s / ranking.step_s[0])).max()
     low, high = memory_bounds(ranking.predicted.columns, ranking.query.entry)
-    assert (
-        (low < ranking.predicted.room.worst_bytes) & (ranking.predicted.room.worst_bytes < high)
-    ).all()
+    peaks = ranking.predicted.room.worst_bytes
+    assert ((low < peaks) & (peaks < high)).all()
 
 
 def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
@@ -371,17 +335,10 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     assert train.stages == 3
     by_hand = 0.0
     for size, steps in ((16, 100), (32, 50), (48, 34)):  # 1600 each, in whole steps
-        spec = RunSpec(
-            model=ranking.query.model,
-            gpus=16,
-            layout=ranking.layout(0),
-            batch=Batch(
-                seq_len=4096,
-                global_batch=size,
-                micro_batch=int(ranking.points["micro_batch"][0]),
-            ),
-            policy=ranking.policy(0),
-        )
+        sizes = {"global_batch": size, "micro_batch": int(ranking.points["micro_batch"][0])}
+        batch = Batch(seq_len=4096, **sizes)
+        where, policy = ranking.layout(0), ranking.policy(0)
+        spec = run_spec(ranking.query.model, where, batch=batch, policy=policy)
         columns = columns_of([spec], cluster=ranking.query.cluster, stack="megatron")
         by_hand += steps * float(predictions(columns, ranking.query.entry).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
@@ -406,12 +363,14 @@ def test_a_ramp_takes_what_its_steps_take_one_by_one(model, layout, full, ramp, 
     query, _ = resolved(request)
     sizes = [size for size, _ in batch.stages()]
     specs = [
-        RunSpec(
-            model=query.model, gpus=384, layout=row.layout, policy=row.policy,
-            batch=Batch(seq_len=2048, global_batch=size, micro_batch=1),
+        run_spec(
+            query.model,
+            row.layout,
+            policy=row.policy,
+            batch=replace(batch, ramp=None, global_batch=size),
         )
         for size in sizes
-    ]  # fmt: skip
+    ]
     columns = columns_of(specs, cluster=query.cluster, stack=query.stack)
     seconds = dict(zip(sizes, predictions(columns, query.entry).step_s.tolist(), strict=True))
     left, step, by_hand = tokens * 10**9 / 2048, 0, 0.0
@@ -436,9 +395,8 @@ def test_explain_names_broken_rules_and_legal_neighbours() -> None:
         layout = Layout.parse(text)
         assert layout.world == 16
         policy = Policy(sharding="zero3", cp_kind="allgather")
-        assert not why_not(
-            one.model, layout, one.batch, policy, replace(one, stack="torchtitan").target
-        )
+        target = replace(one, stack="torchtitan").target
+        assert not why_not(one.model, layout, one.batch, policy, target)
     alone = explain(one, Layout.parse("dp3 tp2"))
     assert [r["reason"] for r in alone.refusals] == ["world"]
     full = explain(one, Layout.parse("dp8 tp2"))
@@ -703,19 +661,13 @@ def test_missing_words_are_named() -> None:
         words = list(PLAN)
         at = words.index(missing)
         del words[at : at + 2]
-        from fourfold.cli import command_parser
-
         args = command_parser("plan").parse_args(words[1:])
         with pytest.raises(UserError, match=said):
             args.run(args, print)
 
 
 def test_csv_is_one_rectangle_with_a_column_for_every_axis(cli) -> None:
-    import csv
-    import io
-
-    told = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
-            "4096", "--global-batch", "64", "--top", "4", "--sharding", "hsdp"]  # fmt: skip
+    told = [*PLAN, "--top", "4", "--sharding", "hsdp"]
     rows = list(csv.reader(io.StringIO(cli(*told, "--format", "csv"))))
     headings = rows[0]
     assert len(set(headings)) == len(headings)

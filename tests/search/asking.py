@@ -1,0 +1,40 @@
+"""A question to the planner, as the command asks it, from what matters to a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
+from fourfold.spec.policy import Policy
+
+SHIPPED = calibrations.shipped()
+
+
+def ask(
+    model: str = "llama-3.1-8b",
+    gpus: int = 8,
+    stack: str = "generic",
+    *,
+    known: Calibration = SHIPPED,
+    **changed,
+) -> PlanQuery:
+    cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
+    entry, why = entry_for(known, stack, cluster)
+    base = PlanQuery(
+        model=catalog.model(model),
+        cluster=cluster,
+        gpus=gpus,
+        batch=Batch(seq_len=4096, global_batch=48),
+        policy=usual_policy(stack, Policy(), set(), recipe=True),
+        stack=stack,
+        entry=entry,
+        calibration="shipped",
+        no_rows=why,
+        evidence=evidence_for(known, entry),
+        fixed={},
+    )
+    return replace(base, **changed)
