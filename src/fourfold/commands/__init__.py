@@ -46,9 +46,7 @@ GROUPS = {
         "train": "train a model, or resume on any layout",
         "weights": "export trained weights as a Hugging Face folder",
     },
-    "data": {
-        "data": "make and inspect token files",
-    },
+    "data": {"data": "make and inspect token files"},
     "publish": {
         "runs": "list stored runs",
         "diff": "compare two stored runs",
@@ -90,14 +88,23 @@ class Command(NamedTuple):
 
 
 def command(
-    *options: Option, examples: str = "", line: str = "", actions: Mapping[str, Command] = _NONE
+    *options: Option,
+    examples: str = "",
+    line: str = "",
+    actions: Mapping[str, Command] = _NONE,
+    formats: bool = True,
 ) -> Callable[[Run], Command]:
-    """Make a command of a function, called as the function is; its docstring is the help."""
+    """Make a command of a function, called as the function is; its docstring is the help. It has
+    --format, unless what it prints has no `formats`."""
     from inspect import cleandoc  # not for the overview, which declares none
+
+    from fourfold.options import FORMAT
+
+    every = (*options, FORMAT) if formats else options
 
     def declared(run: Run) -> Command:
         text = cleandoc(run.__doc__ or "")
-        return Command(run.__name__, text, options, run, examples, line, actions)
+        return Command(run.__name__, text, every, run, examples, line, actions)
 
     return declared
 

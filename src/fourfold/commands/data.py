@@ -26,7 +26,7 @@ examples:
 """
 
 
-@command(*options.of(TokensRequest), options.FORMAT, line="make a token file from texts")
+@command(*options.of(TokensRequest), line="make a token file from texts")
 def make(args: Any, show: OnEvent) -> Output:
     """Turn texts into a token file."""
     answer = fourfold.make_tokens(options.load(TokensRequest, args), on_event=show)
@@ -36,7 +36,6 @@ def make(args: Any, show: OnEvent) -> Output:
 @command(
     option("name", "name given to 'data make --out'", "NAME"),
     option("--quick", "check only both ends of the file", switch=True),
-    options.FORMAT,
     line="show and check a token file",
 )
 def show_file(args: Any, show: OnEvent) -> Output:
@@ -106,6 +105,7 @@ _FOLDERS = ("hf", "dcp")
         repeated=True,
     ),
     line="write a checkpoint as safetensors",
+    formats=False,
 )
 def export(args: Any, show: OnEvent) -> Output:
     """Write a checkpoint as safetensors, or in torch's own format."""

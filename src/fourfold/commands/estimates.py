@@ -45,7 +45,6 @@ _PLAN = (
     *options.of(PlanRequest, *_PLAN),
     *options.of(CalendarRequest),
     option("--picture", "days against GPUs, with the 80% band", "FILE.png"),
-    options.FORMAT,
     examples=_CALENDAR,
 )
 def calendar(args: Any, show: OnEvent) -> Output:
@@ -123,6 +122,7 @@ _MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,me
     *options.of(PlanRequest, "cluster", "calibration", rare=False),
     options.FORCE,
     examples=_PREDICT,
+    formats=False,
 )
 def predict(args: Any, show: OnEvent) -> Output:
     """Predict step time, memory and fit of every row of a table in the reference schema.
@@ -162,7 +162,7 @@ examples:
 """
 
 
-@command(*options.of(AdviseRequest), options.FORMAT, examples=_ADVISE)
+@command(*options.of(AdviseRequest), examples=_ADVISE)
 def advise(args: Any, show: OnEvent) -> Output:
     """Find hidden sizes, heads, MLP widths, experts, vocabularies and micro batches that suit a
     GPU.
@@ -182,7 +182,7 @@ examples:
 """
 
 
-@command(*options.of(SupportRequest), options.FORMAT, examples=_SUPPORT)
+@command(*options.of(SupportRequest), examples=_SUPPORT)
 def support(args: Any, show: OnEvent) -> Output:
     """Show what is known of a model: counted, run, priced and exported, by engine and GPU.
 

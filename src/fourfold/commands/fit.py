@@ -38,7 +38,6 @@ examples:
     *options.of(FitRequest),
     option("--out", "file for the calibration (JSON)", "FILE"),
     options.FORCE,
-    options.FORMAT,
     examples=_FIT,
 )
 def fit(args: Any, show: OnEvent) -> Output:
@@ -95,7 +94,6 @@ _NUMBERS = named(
 @command(
     *options.of(ScoreRequest),
     option("--picture", "predicted against measured", "FILE.png"),
-    options.FORMAT,
     examples=_SCORE,
 )
 def score(args: Any, show: OnEvent) -> Output:
@@ -181,7 +179,6 @@ examples:
 @command(
     *options.of(ExamRequest),
     option("--page", "write the results as one page, .html or .md", "FILE"),
-    options.FORMAT,
     examples=_EXAM,
 )
 def exam(args: Any, show: OnEvent) -> Output:

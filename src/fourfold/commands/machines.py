@@ -39,7 +39,6 @@ examples:
     option("--out", "output file (default: stdout)", "FILE"),
     option("--site-out", "also start a site file, for --on", "FILE", rare=True),
     option("--force", "overwrite existing output files", switch=True),
-    options.FORMAT,
     line="a cluster file from what you know and measured",
 )
 def new(args: Any, show: OnEvent) -> Output:
@@ -65,7 +64,6 @@ def new(args: Any, show: OnEvent) -> Output:
 @command(
     option("cluster", "a cluster, or the path of its file", "NAME", nargs="?", either="one"),
     option("--gpu", "a GPU's id or file; 'all' lists the GPUs", "ID", either="one"),
-    options.FORMAT,
     examples=_CLUSTERS,
     actions={"new": new},
 )
@@ -120,7 +118,6 @@ _MARKS = {
     option("--cluster-out", "write this host as a cluster file for plan", "FILE"),
     option("--calibration-out", "write a starting calibration for plan and predict", "FILE"),
     options.FORCE,
-    options.FORMAT,
     examples=_CALIBRATE,
 )
 def calibrate(args: Any, show: OnEvent) -> Output:
@@ -163,7 +160,6 @@ PAGE, RUNS = "demo.html", "runs"
     option("--steps", "timed steps per layout (default 6)", "N", read=int),
     option("--out", "folder for the runs and their page (default fourfold-demo)", "FOLDER"),
     option("--open", "show the page in a browser", switch=True),
-    options.FORMAT,
     examples=_DEMO,
 )
 def demo(args: Any, show: OnEvent) -> Output:

@@ -33,7 +33,6 @@ examples:
     option("name", "a preset, or the path of a config.json or of its folder", "NAME", nargs="?"),
     option("--rank", "show one rank instead of the first of each stage", "R", read=int),
     *options.layout_options(),
-    options.FORMAT,
     examples=_MODELS,
 )
 def models(args: Any, show: OnEvent) -> Output:
@@ -63,7 +62,7 @@ examples:
 """
 
 
-@command(*options.of(FlopsRequest), *options.run_options(), options.FORMAT, examples=_FLOPS)
+@command(*options.of(FlopsRequest), *options.run_options(), examples=_FLOPS)
 def flops(args: Any, show: OnEvent) -> Output:
     """Convert a measured speed to MFU, HFU and TFLOP/s under every published convention.
 
@@ -88,7 +87,6 @@ examples:
     option("--rank", "rank to count (default 0)", "R", read=int, either="which"),
     option("--stages", "count one rank of every pipeline stage", switch=True, either="which"),
     *options.run_options(),
-    options.FORMAT,
     examples=_DRYRUN,
 )
 def dryrun(args: Any, show: OnEvent) -> Output:

@@ -67,7 +67,6 @@ examples:
     option("--open", "with --html: show the page in a browser", switch=True, rare=True),
     option("--details", "all columns, evidence, sensitivity and search statistics", switch=True),
     options.FORCE,
-    options.FORMAT,
     examples=_PLAN,
 )
 def plan(args: Any, show: OnEvent) -> Output:

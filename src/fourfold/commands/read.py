@@ -34,7 +34,6 @@ _HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem
 *options.of(CollectRequest),
     *(one._replace(help="a field that logs do not say, such as hardware=h100-80gb", rare=False)
       for one in options.run_options() if one.names == ("--set",)),
-    options.FORMAT,
 examples=_COLLECT
 )  # fmt: skip
 def collect(args: Any, show: OnEvent) -> Output:
@@ -119,7 +118,6 @@ examples:
     option("--settings", "also show every setting with its evidence", switch=True),
     option("--html", "write one page: bars and a timeline of a step", "FILE"),
     options.FORCE,
-    options.FORMAT,
     examples=_DIAGNOSE,
 )
 def diagnose(args: Any, show: OnEvent) -> Output:

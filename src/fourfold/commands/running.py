@@ -58,7 +58,6 @@ _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
         ),
         ONE_RANK,
     ),
-    options.FORMAT,
     examples=_BENCH,
 )
 def bench(args: Any, show: OnEvent) -> Output:
@@ -163,7 +162,6 @@ _FROM_PLAN = (
     ),
     *options.of(PlanSweep, "count", group=_PLAN),
     *(one._replace(group=_PLAN, rare=True) for one in _FROM_PLAN),
-    options.FORMAT,
     examples=_SWEEP,
 )
 def sweep(args: Any, show: OnEvent) -> Output:
@@ -235,7 +233,6 @@ _STATUS = {"ok": 0, "done": 0, "not finished": 0, "stopped": 75}
         ),
         _GROUP,
     ),
-    options.FORMAT,
     examples=_TRAIN,
 )
 def train(args: Any, show: OnEvent) -> Output:

@@ -31,6 +31,7 @@ examples:
     option("--token", "what every browser must know, on an address that others reach", "TEXT"),
     option("--open", "show it in a browser", switch=True),
     examples=_SERVE,
+    formats=False,
 )
 def serve(args: Any, show: OnEvent) -> Output:
     """Plan in a browser, and watch a run store or a training while it grows.
@@ -85,6 +86,7 @@ examples:
     option("--folder", "the only folder whose files are read and written (default: here)", "DIR"),
     option("--schema", "print the JSON schema of the answers and end", switch=True),
     examples=_MCP,
+    formats=False,
 )
 def mcp(args: Any, show: OnEvent) -> Output:
     """Answer coding agents: plan, predict, explain, check and collect as tools over MCP.
@@ -127,6 +129,7 @@ _KNOWN = {"convention": (*CONVENTIONS, *ALIASES), "shell": SHELLS}
     # 'completion words ...' is what the scripts call: what follows 'fourfold', up to the cursor.
     option("words", "", nargs="...", rare=True),
     examples=_COMPLETION,
+    formats=False,
 )
 def completion(args: Any, show: OnEvent) -> Output:
     """Print a completion script for bash, zsh or fish.

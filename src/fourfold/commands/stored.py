@@ -34,7 +34,6 @@ examples:
     option("run_id", "start of the run's id, or its folder", "RUN"),
     *options.of(RunsRequest, "runs"),
     *options.of(PlanRequest, "convention"),
-    options.FORMAT,
     line="one run in full",
 )
 def show_one(args: Any, show: OnEvent) -> Output:
@@ -44,7 +43,7 @@ def show_one(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: page(answer.facts, rule))
 
 
-@command(*options.of(RunsRequest), options.FORMAT, examples=_RUNS, actions={"show": show_one})
+@command(*options.of(RunsRequest), examples=_RUNS, actions={"show": show_one})
 def runs(args: Any, show: OnEvent) -> Output:
     """List stored runs with outcome, speed and memory; failed ones too.
 
@@ -69,7 +68,6 @@ examples:
     option("a", "a run", "A"),
     option("b", "another run", "B"),
     *options.of(RunFilter, "runs"),
-    options.FORMAT,
     examples=_DIFF,
 )
 def diff(args: Any, show: OnEvent) -> Output:
@@ -100,7 +98,6 @@ _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
     option("--html", "write one page with charts that opens anywhere", "FILE"),
     option("--open", "with --html: show the page in a browser", switch=True),
     options.FORCE,
-    options.FORMAT,
     examples=_REPORT,
 )
 def report(args: Any, show: OnEvent) -> Output:
@@ -158,7 +155,6 @@ examples:
     option("files", "tables in .md, .csv or .json", "FILE", nargs="*"),
     option("--ignore", "ignore a rule", "RULE", repeated=True),
     option("--rules", "list the rules and exit", switch=True),
-    options.FORMAT,
     examples=_LINT,
 )
 def lint(args: Any, show: OnEvent) -> Output:

@@ -38,7 +38,6 @@ examples:
 @command(
     *options.of(TraceRequest),
     options.option("--picture", "draw memory over the steps", "FILE.png"),
-    options.FORMAT,
     examples=_TRACE,
 )
 def trace(args: Any, show: OnEvent) -> Output:

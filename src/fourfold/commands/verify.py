@@ -35,7 +35,6 @@ examples:
 @command(
     *options.of(VerifyRequest),
     options.SET._replace(help="set a policy field, such as policy.cp_kind=ring"),
-    options.FORMAT,
     examples=_VERIFY,
 )
 def verify(args: Any, show: OnEvent) -> Output:
@@ -72,7 +71,7 @@ examples:
 """
 
 
-@command(*options.of(EnginesRequest, "names", "engines"), options.FORMAT, line="install releases")
+@command(*options.of(EnginesRequest, "names", "engines"), line="install releases")
 def add(args: Any, show: OnEvent) -> Output:
     """Install releases from the package index that pip uses."""
     request = options.load(EnginesRequest, args)
@@ -85,7 +84,6 @@ def add(args: Any, show: OnEvent) -> Output:
     option("--out", "folder of matrix.html and matrix.csv (default conformance)", "DIR"),
     option("--browser", "show the page in a browser", switch=True),
     options.FORCE,
-    options.FORMAT,
     line="make the matrix of verdicts",
 )
 def make_matrix(args: Any, show: OnEvent) -> Output:
@@ -111,7 +109,6 @@ def make_matrix(args: Any, show: OnEvent) -> Output:
 
 @command(
     *options.of(EnginesRequest, "engines"),
-    options.FORMAT,
     examples=_ENGINES,
     actions={"install": add, "matrix": make_matrix},
 )
