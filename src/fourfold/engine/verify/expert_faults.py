@@ -3,7 +3,7 @@ Where a layout or model has no such step the fault cannot act."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from fourfold.engine.model.router import Router
 from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import Shard
-from fourfold.engine.training.gradients import Balance, SharedGradients
+from fourfold.engine.training.gradients import Balance
 from fourfold.engine.training.trainer import Trainer
-from fourfold.engine.verify.faults import FewerSums
+from fourfold.engine.verify.faults import fewer_sums
 
 
 class _Moe(Trainer):
@@ -77,40 +77,16 @@ class _ExpertNormTwice(_Moe):
         return rest + self.of_experts
 
 
-class _RouterSum(FewerSums):
-    """Routers see only their rank's part of the sequence."""
-
-    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
-        return sums.group.axis == "tp" and ".router." in shard.name
-
-
-class _Scores(_Moe):
+def _scored(changed: Callable[[Tensor], Tensor]) -> type[Trainer]:
     """Experts get other scores than the router gave."""
 
-    def changed(self, scores: Tensor) -> Tensor:
-        raise NotImplementedError
+    class Scored(_Moe):
+        def materialize(self, *, initial: bool = True) -> None:
+            for mlp in self.mlps:
+                mlp.router.register_forward_hook(lambda _, x, out: (out[0], changed(out[1])))
+            super().materialize(initial=initial)
 
-    def materialize(self, *, initial: bool = True) -> None:
-        for mlp in self.mlps:
-            mlp.router.register_forward_hook(lambda _, x, out: (out[0], self.changed(out[1])))
-        super().materialize(initial=initial)
-
-
-class _ScoresLeft(_Scores):
-    def changed(self, scores: Tensor) -> Tensor:
-        return torch.ones_like(scores) + 0 * scores
-
-
-class _ScoresTwice(_Scores):
-    def changed(self, scores: Tensor) -> Tensor:
-        return scores * scores
-
-
-class _ScoresCut(_Scores):
-    """They travel by a collective that autograd does not see."""
-
-    def changed(self, scores: Tensor) -> Tensor:
-        return scores.detach() + 0 * scores
+    return Scored
 
 
 class _SharedSum(_Moe):
@@ -234,10 +210,12 @@ EXPERT_FAULTS: dict[str, type[Trainer]] = {
     "expert-group": _ExpertGroup,
     "expert-norm": _ExpertNorm,
     "expert-norm-twice": _ExpertNormTwice,
-    "router-sum": _RouterSum,
-    "scores-left": _ScoresLeft,
-    "scores-twice": _ScoresTwice,
-    "scores-cut": _ScoresCut,
+    # Routers see only their rank's part of the sequence.
+    "router-sum": fewer_sums("tp", ".router."),
+    "scores-left": _scored(lambda scores: torch.ones_like(scores) + 0 * scores),
+    "scores-twice": _scored(lambda scores: scores * scores),
+    # They travel by a collective that autograd does not see.
+    "scores-cut": _scored(lambda scores: scores.detach() + 0 * scores),
     "shared-sum": _SharedSum,
     "balance-micro": _BalanceMicro,
     "balance-scale": _with(_ByRank),

@@ -25,32 +25,22 @@ class _LossDivisor(Trainer):
         return own.clamp(min=1) * self.world.dp_cp.size
 
 
-class FewerSums(Trainer):
-    """Some shards are left out of the sums over ranks that share weights."""
+def fewer_sums(axis: str, name: str = "") -> type[Trainer]:
+    """Shards with this in their name are left out of the sums over ranks of the axis, which share
+    weights."""
 
-    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
-        raise NotImplementedError
+    def is_dropped(sums: SharedGradients, shard: Shard) -> bool:
+        return sums.group.axis == axis and name in shard.name
 
-    def make_shared(self) -> list[SharedGradients]:
-        left = (
-            replace(sums, shards=tuple(s for s in sums.shards if not self.is_dropped(sums, s)))
-            for sums in super().make_shared()
-        )
-        return [sums for sums in left if sums.shards]
+    class FewerSums(Trainer):
+        def make_shared(self) -> list[SharedGradients]:
+            left = (
+                replace(sums, shards=tuple(s for s in sums.shards if not is_dropped(sums, s)))
+                for sums in super().make_shared()
+            )
+            return [sums for sums in left if sums.shards]
 
-
-class _TiedGrad(FewerSums):
-    """First and last stage update their copies of the embedding from their own gradients."""
-
-    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
-        return sums.group.axis == "embedding"
-
-
-class _NormGrad(FewerSums):
-    """Norm weights see only their rank's part of the sequence."""
-
-    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
-        return sums.group.axis == "tp" and "norm." in shard.name
+    return FewerSums
 
 
 class _CpPositions(Trainer):
@@ -109,9 +99,11 @@ class _NormTwice(Trainer):
 
 FAULTS: dict[str, type[Trainer]] = {
     "loss-divisor": _LossDivisor,
-    "tied-grad": _TiedGrad,
+    # First and last stage update their copies of the embedding from their own gradients.
+    "tied-grad": fewer_sums("embedding"),
     "cp-positions": _CpPositions,
-    "norm-grad": _NormGrad,
+    # Norm weights see only their rank's part of the sequence.
+    "norm-grad": fewer_sums("tp", "norm."),
     "layer-skip": _LayerSkip,
     "kv-head": _KvHead,
     "stale-weight": _StaleWeight,
