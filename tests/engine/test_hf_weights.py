@@ -21,7 +21,6 @@ from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.shards import (
     InitRule,
     Rect,
-    Shard,
     ShardPlace,
     initialize,
     shards_of,
@@ -103,9 +102,16 @@ def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]
     return decoder, {shard.name: shard.values.clone() for shard in held}
 
 
-def stored(held: list[Shard]) -> list[Shard]:
-    """Without what routers know of the batch before, which no other format has."""
-    return [shard for shard in held if not shard.name.endswith("router.load")]
+def must_hold(folder: Path, shape: ModelShape, values: dict[str, Tensor]) -> None:
+    """All of the model is in the folder, but what routers know of the batch before, which no other
+    format has."""
+    weights = HfWeights(folder)
+    weights.require(shape, SEQ_LEN)
+    held = shards_of(Decoder(shape, SEQ_LEN, fused=False), shape, SEQ_LEN, ShardPlace())
+    fill(held, weights, shape)
+    assert {shard.name for shard in held} == set(values)
+    stored = [shard for shard in held if not shard.name.endswith("router.load")]
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in stored)
 
 
 def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor]:
@@ -119,14 +125,9 @@ def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor
 def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
     shape = TINY[name]
     values = exported(shape, tmp_path / "out")
+    must_hold(tmp_path / "out", shape, values)
     weights = HfWeights(tmp_path / "out")
-    weights.require(shape, SEQ_LEN)
     weights.require(weights.shape, SEQ_LEN)
-    decoder = Decoder(shape, SEQ_LEN, fused=False)
-    held = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
-    fill(held, weights, shape)
-    assert {shard.name for shard in held} == set(values)
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in stored(held))
     assert not list(tmp_path.glob(".*"))
 
 
@@ -159,9 +160,7 @@ def test_values_are_written_in_the_asked_format_over_an_earlier_export(tmp_path:
 def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None:
     values = exported(TINY["gpt"], tmp_path / "out")
     monkeypatch.setattr(hf, "_READ_BYTES", 3000)
-    held = shards_of(Decoder(TINY["gpt"], SEQ_LEN), TINY["gpt"], SEQ_LEN, ShardPlace())
-    fill(held, HfWeights(tmp_path / "out"), TINY["gpt"])
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
+    must_hold(tmp_path / "out", TINY["gpt"], values)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -169,7 +168,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     import transformers
 
     shape = TINY[name]
-    exported(shape, tmp_path / "out", file_bytes=100_000)
+    values = exported(shape, tmp_path / "out", file_bytes=100_000)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, dtype=torch.float32
     )
@@ -183,12 +182,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     assert ours.std() > 0.05
     # And back: what transformers saves is what we read.
     theirs.save_pretrained(tmp_path / "again")
-    _, values = built(shape)
-    held = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
-    weights = HfWeights(tmp_path / "again")
-    weights.require(shape, SEQ_LEN)
-    fill(held, weights, shape)
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in stored(held))
+    must_hold(tmp_path / "again", shape, values)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -238,11 +232,7 @@ def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): value for name, value in held.items()}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(shape.layers)}
     files.save_file(bare | masks, folder / hf.WHOLE)
-    weights = HfWeights(folder)
-    weights.require(shape, SEQ_LEN)
-    parts = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
-    fill(parts, weights, shape)
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in parts)
+    must_hold(folder, shape, values)
     files.save_file(bare | {"h.0.attn.q_norm.weight": torch.ones(4)}, folder / hf.WHOLE)
     with pytest.raises(UserError, match=r"does not have: h\.0\.attn\.q_norm\.weight"):
         HfWeights(folder).require(shape, SEQ_LEN)

@@ -17,10 +17,11 @@ import torch
 from fourfold.cli import main
 from fourfold.engine.parallel.products import DeferredWeightGrads
 from fourfold.launch.local import run_job
-from fourfold.result.job import Job, Limits, answer_file
+from fourfold.result.job import Job, answer_file
 from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
+from tests.engine.verified import verified
 from tests.specs import run_spec
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2))
@@ -39,14 +40,9 @@ def spec(layout: str, sequences: tuple[int, int] = (8, 2), family: str = "llama"
 
 
 def must_equal_one_process(specs: list[RunSpec], folder: Path) -> None:
-    limits = Limits(start_s=300.0, step_s=120.0)
-    run_job(Job(job="verify", specs=tuple(specs), ranks=specs[0].gpus, limits=limits), folder)
-    for index, one in enumerate(specs):
-        answer = folder / f"answer-{index}.json"
-        assert answer.exists(), (one.layout, one.policy)
-        row = json.loads(answer.read_text())
-        gaps = [row[name] for name in ("loss_diff", "norm_rel", "grad_rel", "param_rel")]
+    for one, row in zip(specs, verified(specs, folder), strict=True):
         assert row["pass"], (str(one.layout), one.policy, row)
+        gaps = [row[name] for name in ("loss_diff", "norm_rel", "grad_rel", "param_rel")]
         assert max(gaps) <= 1e-9, (str(one.layout), one.policy, row)
 
 
@@ -66,17 +62,9 @@ def test_every_schedule_under_every_kind_of_recompute(share, tmp_path):
                 continue
             layout = layouts[(number + turn) % 4]
             zero = f"zero{(number + turn) % 4}" if "dp" in layout else "zero1"
-            specs.append(
-                spec(
-                    layout,
-                    family=("llama", "gpt")[turn % 2],
-                    recompute=recompute,
-                    sharding=zero,
-                    sequence_parallel=turn == 0,
-                    loss_chunks=1 + number % 2,
-                    **named(schedule),
-                )
-            )
+            how = {"recompute": recompute, "sharding": zero, "sequence_parallel": turn == 0}
+            how |= {"family": ("llama", "gpt")[turn % 2], "loss_chunks": 1 + number % 2}
+            specs.append(spec(layout, **how, **named(schedule)))
     must_equal_one_process(specs, tmp_path)
 
 

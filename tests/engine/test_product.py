@@ -4,7 +4,6 @@ call legal must train, and its losses must be those of one process."""
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.launch.local import run_job
-from fourfold.result.job import Job, Limits, answer_file
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import TINY, model
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.verify_cases import layouts
+from tests.engine.verified import verified
 from tests.specs import run_spec
 
 SEED = 20261115
@@ -95,19 +93,11 @@ def pairs(specs: list[RunSpec]) -> set[tuple[str, str]]:
 
 
 def failures(specs: list[RunSpec], folder: Path) -> list[str]:
-    limits = Limits(start_s=600, step_s=600)
-    job = Job(job="verify", specs=tuple(specs), ranks=specs[0].gpus, limits=limits)
-    report = run_job(job, folder)
-    ends = dict(enumerate(report.runs))
-    bad = []
-    for index, spec in enumerate(specs):
-        path = answer_file(folder, index, None)
-        row = json.loads(path.read_text()) if path.exists() else {"pass": False}
-        if not row["pass"]:
-            end = ends.get(index)
-            words = end.failure.message[-400:] if end is not None and end.failure else row
-            bad.append(f"{spec.model.name} {spec.layout} {spec.batch} {spec.policy}: {words}")
-    return bad
+    return [
+        f"{spec.model.name} {spec.layout} {spec.batch} {spec.policy}: {row}"
+        for spec, row in zip(specs, verified(specs, folder), strict=True)
+        if not row["pass"]
+    ]
 
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])

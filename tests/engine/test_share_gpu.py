@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,16 @@ import torch
 from fourfold.cli import main
 from fourfold.engine.process.task import Place, Task
 from fourfold.launch import permit
-from fourfold.launch.local import run_job
-from fourfold.result.job import Job, Limits, answer_file
+from fourfold.result.job import Job
 from fourfold.spec.run import RunSpec
+from tests.engine.verified import verified
 from tests.specs import run_spec
 
 
-def through_host_memory(specs: list[RunSpec], folder: Path) -> list[dict]:
+def equal_through_host_memory(specs: list[RunSpec], folder: Path) -> None:
     """On a CPU, where the copies are no copies: the group itself is tried."""
-    job = Job(
-        job="verify",
-        specs=tuple(specs),
-        ranks=specs[0].gpus,
-        options=(("share_gpu", "true"),),
-        limits=Limits(start_s=300.0, step_s=120.0),
-    )
-    report = run_job(job, folder)
-    assert report.outcome == "ok", report.failure
-    return [json.loads(answer_file(folder, task).read_text()) for task in range(len(specs))]
+    rows = verified(specs, folder, share_gpu="true")
+    assert [row for row in rows if not row["pass"] or "failure" in row] == []
 
 
 def spec(layout: str, family: str = "llama", **policy) -> RunSpec:
@@ -38,8 +29,7 @@ def spec(layout: str, family: str = "llama", **policy) -> RunSpec:
 
 def test_every_axis_equals_one_process_through_host_memory(tmp_path):
     specs = [spec("pp2 tp2"), spec("dp2 cp2", sharding="zero3", cp_kind="ring")]
-    for row in through_host_memory(specs, tmp_path):
-        assert row["pass"], row
+    equal_through_host_memory(specs, tmp_path)
 
 
 @pytest.mark.slow
@@ -49,7 +39,7 @@ def test_every_kind_of_context_and_sharding_through_host_memory(tmp_path):
         spec("dp2 cp2", sharding="zero0", cp_kind="ulysses", family="mpt"),
         spec("cp4", cp_kind="allgather", sharding="zero1"),
     ]
-    assert all(row["pass"] for row in through_host_memory(specs, tmp_path))
+    equal_through_host_memory(specs, tmp_path)
 
 
 @pytest.mark.slow
@@ -62,7 +52,7 @@ def test_four_axes_and_every_kind_of_group_through_host_memory(tmp_path):
             ("zero2", "gpipe", "bf16-mixed"),
         )
     ]
-    assert all(row["pass"] for row in through_host_memory(specs, tmp_path))
+    equal_through_host_memory(specs, tmp_path)
 
 
 def test_ranks_that_share_take_turns_on_the_gpus(monkeypatch):

@@ -21,7 +21,6 @@ from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.trace.layer import count_layer
-from fourfold.errors import UserError
 from fourfold.output import Output, text_of
 from fourfold.search.legal import require_legal
 from fourfold.spec import catalog
@@ -218,17 +217,3 @@ def test_forms_agree() -> None:
     assert sum(step["flops_all"] for step in data["steps"]) == sum(row.flops_all for row in rows)
     for tensor in (tensor for step in data["steps"] for tensor in step["tensors"]):
         assert f"{tensor['name']} {tensor['symbolic']} = {tensor['shape']}" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layout": Layout(tp=3)}, "must divide heads=32"),
-        ({"layout": Layout(tp=4, cp=16), "cp_kind": "ulysses"}, "heads"),
-        ({"tokens": 8190, "layout": Layout(tp=4)}, "tp=4"),
-        ({"name": "gemma-2-9b"}, "does not support"),
-    ],
-)
-def test_one_table_of_rules_refuses(changes: dict, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        spec_of(**changes)

@@ -20,10 +20,17 @@ def verify(*words: str, rc: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
+def all_pass(count: int, *words: str) -> dict:
+    """As many layouts, each equal to one process; in fp64 nearly to the last digit."""
+    report = verify(*words)
+    assert report["passed"] == report["total"] == count
+    assert "fp64" not in words or set(report["limits"].values()) == {1e-9}
+    return report
+
+
 @pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_sample_of_four_ranks_equals_one_process(count):
-    report = verify("--world", "4", "--sample", str(count), "--seed", "3")
-    assert report["passed"] == report["total"] == count
+    report = all_pass(count, "--world", "4", "--sample", str(count), "--seed", "3")
     for row in report["layouts"]:
         assert row["loss_diff"] <= 1e-5
         assert row["grad_rel"] <= 1e-4
@@ -34,9 +41,7 @@ def test_a_sample_of_four_ranks_equals_one_process(count):
 def test_biases_and_norms_of_queries_under_tensor_parallelism_in_fp64():
     # tp4 on two key heads: a head is held twice, and must count once in a norm over all of them.
     words = ("--layout", "tp4", "--family", "qwen", "--family", "olmo2", "--precision", "fp64")
-    report = verify(*words, "--set", "policy.sequence_parallel=true")
-    assert report["passed"] == report["total"] == 2
-    assert set(report["limits"].values()) == {1e-9}
+    all_pass(2, *words, "--set", "policy.sequence_parallel=true")
 
 
 @pytest.mark.slow
@@ -57,9 +62,7 @@ def test_experts_equal_one_process(family, layout, policy):
     fixed = ("--set", f"policy.{policy}", "--set", "policy.cp_kind=ring")
     if "pp" in layout:
         fixed += ("--set", "policy.sharding=zero2")
-    report = verify("--layout", layout, "--family", family, "--precision", "fp64", *fixed)
-    assert report["passed"] == report["total"] == 1
-    assert set(report["limits"].values()) == {1e-9}
+    all_pass(1, "--layout", layout, "--family", family, "--precision", "fp64", *fixed)
 
 
 @pytest.mark.slow
@@ -82,8 +85,7 @@ def test_padding_reaches_no_router(tmp_path):
     # 5 sequences over 2 ranks, one at a time: the second rank's last micro batch is padding.
     words = ("--layout", "dp2 ep2", "--model", _that_drops(tmp_path))
     words += ("--set", "policy.sharding=zero2")
-    report = verify(*words, "--global-batch", "5", "--micro-batch", "1", "--precision", "fp64")
-    assert report["passed"] == report["total"] == 1
+    report = all_pass(1, *words, "--global-batch", "5", "--micro-batch", "1", "--precision", "fp64")
     assert report["micro_batches"] == "dp 0: 1, 1, 1; dp 1: 1, 1 and 1 of padding"
     routing = report["layouts"][0]["routing"]
     assert routing["wrong"] == 0
@@ -95,9 +97,7 @@ def test_padding_reaches_no_router(tmp_path):
 def test_micro_batches_need_not_divide_anything(count):
     # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
     words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")
-    report = verify(*words, "--precision", "fp64", "--sample", str(count))
-    assert report["passed"] == report["total"] == count
-    assert set(report["limits"].values()) == {1e-9}
+    report = all_pass(count, *words, "--precision", "fp64", "--sample", str(count))
     assert report["micro_batches"] == "dp 0: 3, 1; dp 1: 3 and 1 of padding"
 
 
@@ -112,17 +112,15 @@ def test_micro_batches_need_not_divide_anything(count):
 )
 def test_uneven_batches_under_three_axes_in_fp64(layout, sizes):
     words = ("--global-batch", sizes[0], "--micro-batch", sizes[1], "--precision", "fp64")
-    report = verify("--layout", layout, *words, "--sample", "12")
-    assert report["passed"] == report["total"] == 12
+    report = all_pass(12, "--layout", layout, *words, "--sample", "12")
     for gap in ("loss_diff", "norm_rel", "grad_rel", "param_rel"):
         assert max(row[gap] for row in report["layouts"]) <= 1e-9
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_fp64_agrees_far_beyond_fp32(count):
-    report = verify("--layout", "cp2 tp2", "--family", "llama", "--precision", "fp64",
+    report = all_pass(count, "--layout", "cp2 tp2", "--family", "llama", "--precision", "fp64",
                     "--set", "policy.sharding=zero3", "--sample", str(count))  # fmt: skip
-    assert report["passed"] == report["total"] == count
     assert max(row["grad_rel"] for row in report["layouts"]) < 1e-12
 
 
@@ -162,12 +160,8 @@ def test_a_planted_fault_is_seen_where_it_acts(fault):
 # fault -> (layout, family, sharding, what the report calls it)
 EXPERT_FAULTS = {
     "expert-scale": ("dp2 tp2 ep2", "mixtral", "zero1", r"gradients of the experts x .*\bep\b"),
-    "expert-group": (
-        "dp2 ep2",
-        "mixtral",
-        "zero2",
-        r"experts are sums over ep \(2\), each of diff",
-    ),
+    "expert-group": ("dp2 ep2", "mixtral", "zero2",
+                     r"experts are sums over ep \(2\), each of diff"),
     "expert-norm": ("dp2 tp2 ep4", "deepseek", "zero2", "only ep rank 0's part of experts counted"),
     "expert-norm-twice": ("dp4 ep2", "mixtral", "zero0", "experts counted .*copies of experts"),
     "router-sum": ("dp2 tp2 ep4", "deepseek", "zero3", "copies of the router differ in gradient"),
@@ -178,15 +172,11 @@ EXPERT_FAULTS = {
     "balance-micro": ("dp2 ep2", "mixtral", "zero2", "over each rank and micro batch apart"),
     "balance-scale": ("dp2 ep2", "mixtral", "zero1", "the routers' losses x .*dp or ep"),
     "balance-lost": ("dp2 ep2", "deepseek", "zero1", "the routers' losses had no gradient"),
-    "balance-rank": (
-        "dp2 ep2",
-        "deepseek",
-        "zero1",
-        "copies of the routers' state differ in value after",
-    ),
+    "balance-rank": ("dp2 ep2", "deepseek", "zero1",
+                     "copies of the routers' state differ in value after"),
     "bias-twice": ("dp2 ep2", "deepseek", "zero1", "the routers' bias moved 2 times as far"),
     "idle-decay": ("dp2 ep2", "deepseek", "zero1", "only experts without tokens off"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", rarely(EXPERT_FAULTS))
@@ -220,8 +210,7 @@ def test_a_planted_fault_changes_nothing_where_it_cannot_act(fault):
 
 @pytest.mark.slow
 def test_eight_ranks_stratified():
-    report = verify("--world", "8", "--sample", "40", "--seed", "1")
-    assert report["passed"] == report["total"] == 40
+    report = all_pass(40, "--world", "8", "--sample", "40", "--seed", "1")
     sizes = [[word for word in row["layout"].split() if not word.endswith("1") or "x" in word]
              for row in report["layouts"]]  # fmt: skip
     assert sum(len(words) >= 3 for words in sizes) >= 12
@@ -231,9 +220,8 @@ def test_eight_ranks_stratified():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_four_axes_at_once(kind):
-    report = verify("--world", "16", "--layout", "pp2 dp2 cp2 tp2", "--family", "llama",
+    all_pass(8, "--world", "16", "--layout", "pp2 dp2 cp2 tp2", "--family", "llama",
                     "--set", f"policy.cp_kind={kind}", "--set", "policy.schedule=1f1b")  # fmt: skip
-    assert report["passed"] == report["total"] == 8
 
 
 @pytest.mark.slow
