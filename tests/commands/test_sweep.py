@@ -8,9 +8,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.result.files.store import Store
-from fourfold.result.report import RunReport, StepReport
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import sites
 from tests.cli import Cli
 from tests.spec.token_files import write_array
 
@@ -27,21 +25,6 @@ model = ["llama-tiny", "mpt-tiny"]
 tp = [1, 8]
 micro_batch = [1, 2, 3]
 """
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """The specs that reached the launcher; mpt-tiny with micro batch 3 goes out of memory."""
-    seen: list[RunSpec] = []
-
-    def runner(spec: RunSpec, folder: Path, say: object, **how: object) -> RunReport:
-        seen.append(spec)
-        bad = spec.model.name == "mpt-tiny" and spec.batch.micro_batch == 3
-        steps = (StepReport(step=0, seconds=0.5 + len(seen) / 37),)
-        return RunReport(spec=spec, outcome="oom" if bad else "ok", steps=steps)
-
-    monkeypatch.setattr(sites, "launch_run", runner)
-    return seen
 
 
 @pytest.fixture

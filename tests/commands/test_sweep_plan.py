@@ -8,10 +8,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.result.files.store import Store
-from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import sites
 from tests.cli import Cli
 from tests.result.test_profile import make
 
@@ -26,18 +24,6 @@ def profile(tmp_path: Path) -> list[str]:
     path = tmp_path / "profile.json"
     path.write_text(codec.to_json(make(cores=4, units=4, memory_bytes=2**30)))
     return ["--profile", str(path)]
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    seen: list[RunSpec] = []
-
-    def runner(spec: RunSpec, folder: Path, say: object, **how: object) -> RunReport:
-        seen.append(spec)
-        return RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=0.5),))
-
-    monkeypatch.setattr(sites, "launch_run", runner)
-    return seen
 
 
 def test_the_top_of_the_plan_is_measured(tmp_path, profile, ran, cli) -> None:

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.cli import main
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve
 from fourfold.result.job import beat_file, read_beat
+from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from tests import warm
 
@@ -59,13 +61,23 @@ def start(out: Path, *words: str, limit: Callable[[], None] | None = None) -> su
     return process
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout_s)
-    return process.returncode, out, err
+def finish(process: subprocess.Popen[str], code: int = 0, *, limit_s: float = 300) -> str:
+    """What it said; with this exit code."""
+    process.printed, said = process.communicate(timeout=limit_s)
+    assert process.returncode == code, said
+    return said
 
 
-def train(out: Path, *words: str) -> tuple[int, str, str]:
-    return finish(start(out, *words))
+def train(out: Path, *words: str, limit_s: float = 300) -> str:
+    return finish(start(out, *words), limit_s=limit_s)
+
+
+def newest(out: Path) -> checkpoints.Checkpoint | None:
+    return checkpoints.newest(out / "checkpoints")
+
+
+def steps_of(out: Path) -> list[int]:
+    return [point.step for point in curve.parse(out / curve.METRICS_FILE).points]
 
 
 def wait_for(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -88,35 +100,27 @@ def rank_pids(out: Path, ranks: int) -> list[int]:
 
 def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(
-        out,
-        *RUN,
-        *words("--gpus 2 --steps 100000 --save-every 0 --lr-schedule constant"),
-    )
+    more = "--gpus 2 --steps 100000 --save-every 0 --lr-schedule constant"
+    process = start(out, *RUN, *words(more))
     wait_for(lambda: steps_done(out) >= 2, process)
     process.send_signal(signal.SIGTERM)
-    code, printed, said = finish(process)
-    assert code == 75, said
-    assert "SIGTERM: saving after this step, then stopping" in said
-    assert "stopped" in printed
-    found = checkpoints.newest(out / "checkpoints")
+    assert "SIGTERM: saving after this step, then stopping" in finish(process, 75)
+    assert "stopped" in process.printed
+    found = newest(out)
     assert found.step == found.state.updates == steps_done(out)
     assert found.state.sequences == 4 * found.step
     last = found.step + 2
-    code, printed, said = train(out, "--gpus", "2", "--pp", "2", "--steps", str(last),
-                                "--format", "json")  # fmt: skip
-    assert code == 0, said
+    process = start(out, *words(f"--gpus 2 --pp 2 --steps {last} --format json"))
+    said = finish(process)
     assert f"continuing after step {found.step}" in said
     assert "layout pp1 dp2 cp1 tp1 -> pp2 dp1 cp1 tp1" in said
-    assert json.loads(printed)["steps_done"] == last
-    points = list(curve.parse(out / curve.METRICS_FILE).points)
-    assert [point.step for point in points] == list(range(1, last + 1))
+    assert json.loads(process.printed)["steps_done"] == last
+    assert steps_of(out) == list(range(1, last + 1))
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, _, said = train(out, *RUN, *words("--gpus 2 --steps 4 --save-every 2"))
-    assert code == 0, said
+    train(out, *RUN, *words("--gpus 2 --steps 4 --save-every 2"))
     data = out / "checkpoints" / "step-00000004" / "tensors-00001.safetensors"
     stored = json.loads((data.parent / "index.json").read_text())["tensors"]
     weights = [one for name, one in stored.items() if name.startswith("model.")]
@@ -130,13 +134,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert "has changed since it was written" in done.stderr
     assert "Traceback" not in done.stderr
     assert "--fresh" not in done.stderr
-    code, _, said = train(out, *words("--steps 5 --save-every 0"))
-    assert code == 0, said
-    assert "kept as damaged-step-00000004" in said
+    assert "kept as damaged-step-00000004" in train(out, *words("--steps 5 --save-every 0"))
     reason = (out / "checkpoints" / "damaged-step-00000004" / "damaged.txt").read_text()
     assert "its file tensors-00001.safetensors has changed since it was written" in reason
-    points = list(curve.parse(out / curve.METRICS_FILE).points)
-    assert [point.step for point in points] == [1, 2, 3, 4, 5]
+    assert steps_of(out) == [1, 2, 3, 4, 5]
     names = [found.folder.name for found in checkpoints.whole(out / "checkpoints")]
     assert names == ["step-00000002", "step-00000005"]
 
@@ -148,28 +149,20 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int)
     process = start(out, *RUN, *words("--gpus 2 --tp 2 --steps 100000"))
     wait_for(lambda: steps_done(out) >= 2, process)
     os.kill(rank_pids(out, 2)[1], number)
-    code, _, said = finish(process)
-    assert code == 75, said
-    found = checkpoints.newest(out / "checkpoints")
-    assert found.step == steps_done(out)
+    finish(process, 75)
+    assert newest(out).step == steps_done(out)
 
 
 @pytest.mark.slow
 def test_a_batch_system_signals_everybody_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(out, *RUN, *["--gpus", "2", "--steps", "100000"])
+    process = start(out, *RUN, *words("--gpus 2 --steps 100000"))
     wait_for(lambda: steps_done(out) >= 2, process)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # as Slurm: a warning, then the time limit
         for pid in (*rank_pids(out, 2), *_children(process.pid), process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-    code, _, said = finish(process)
-    assert code == 75, said
-
-
-def _newest_step(out: Path) -> int | None:
-    found = checkpoints.newest(out / "checkpoints")
-    return None if found is None else found.step
+    finish(process, 75)
 
 
 @pytest.mark.slow
@@ -177,25 +170,24 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = "--gpus 1 --steps 100000 --save-every 1 --keep 0 --set fault.kind=hang"
     process = start(out, *RUN, *words.split(), "--set", "fault.step=3")
-    wait_for(lambda: _newest_step(out) == 3, process)  # else the end may come before it is saved
+    # Else the end may come before it is saved.
+    wait_for(lambda: (found := newest(out)) is not None and found.step == 3, process)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.5)
     assert process.poll() is None  # it waits for a step that never ends
     process.send_signal(signal.SIGTERM)
-    code, _, _ = finish(process)
-    assert code == 130
-    assert _newest_step(out) == 3
+    finish(process, 130)
+    assert newest(out).step == 3
 
 
 @pytest.mark.slow
 def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = "--gpus 2 --steps 9 --save-every 2 --set fault.kind=nonfinite --set fault.step=5"
-    code, printed, said = train(out, *RUN, *words.split(), "--format", "json")
-    assert code == 1
-    assert json.loads(printed)["outcome"] == "nonfinite", said
-    found = checkpoints.newest(out / "checkpoints")
-    assert found.step == 4
+    process = start(out, *RUN, *words.split(), "--format", "json")
+    said = finish(process, 1)
+    assert json.loads(process.printed)["outcome"] == "nonfinite", said
+    assert newest(out).step == 4
     assert steps_done(out) in (5, 6)  # the bad weight may be of a token that step 6 has not
 
 
@@ -205,20 +197,16 @@ def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
 )
 def test_a_lost_rank_is_an_outcome_and_the_next_start_goes_on(tmp_path, number, outcome) -> None:
     out = tmp_path / "out"
-    process = start(
-        out, *RUN, *words("--gpus 2 --steps 100000 --save-every 2 --set step_limit_s=30"),
-        "--format", "json",
-    )  # fmt: skip
-    wait_for(lambda: checkpoints.newest(out / "checkpoints") is not None, process)
+    more = "--gpus 2 --steps 100000 --save-every 2 --set step_limit_s=30 --format json"
+    process = start(out, *RUN, *words(more))
+    wait_for(lambda: newest(out) is not None, process)
     os.kill(rank_pids(out, 2)[1], number)
-    code, printed, said = finish(process)
-    assert code == 1
-    plain = json.loads(printed)
+    said = finish(process, 1)
+    plain = json.loads(process.printed)
     assert (plain["outcome"], plain["failure"]["rank"]) == (outcome, 1), said
-    found = checkpoints.newest(out / "checkpoints")
-    code, _, said = train(out, *words("--gpus 1 --save-every 0"), "--steps", str(found.step + 1))
-    assert code == 0, said
-    assert f"continuing after step {found.step}" in said
+    step = newest(out).step
+    said = train(out, *words(f"--gpus 1 --save-every 0 --steps {step + 1}"))
+    assert f"continuing after step {step}" in said
 
 
 def test_settings_reach_the_optimizer() -> None:
@@ -254,20 +242,13 @@ def small_files() -> Callable[[], None]:
 @pytest.mark.parametrize("how", ["--async", "--no-async"])
 def test_no_room_is_an_outcome_and_the_old_checkpoint_stays(tmp_path, how, small_files) -> None:
     out = tmp_path / "out"
-    code, _, said = train(out, *RUN, *["--gpus", "1", "--steps", "2"])
-    assert code == 0, said
-    process = start(out, "--steps", "8", "--save-every", "2", how, limit=small_files)
-    code, _, said = finish(process)
-    assert code == 1, said
+    train(out, *RUN, *words("--gpus 1 --steps 2"))
+    said = finish(start(out, *words(f"--steps 8 --save-every 2 {how}"), limit=small_files), 1)
     assert re.search(r"checkpoint of step 4 could not be written.*File too large", said), said
     assert "the last good one is step-00000002" in said
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
-        "latest",
-        "step-00000002",
-    ]
-    code, _, said = train(out, "--steps", "5")
-    assert code == 0, said
-    assert "continuing after step 2" in said
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000002"]
+    assert "continuing after step 2" in train(out, "--steps", "5")
 
 
 @pytest.mark.slow
@@ -278,9 +259,7 @@ def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
     every, before, caught, old = 2, 0, 0, set[int]()
     for kill in range(20):
         how = ("--async", "--no-async")[kill % 2]
-        process = start(
-            out, *RUN, *words("--gpus 2 --steps 100000"), "--save-every", str(every), how
-        )
+        process = start(out, *RUN, *words(f"--gpus 2 --steps 100000 --save-every {every} {how}"))
         # Not by what the one before left behind: its curve and its half of a checkpoint.
         wait_for(lambda old=old: len(set(rank_pids(out, 2)) - old) == 2, process)
         old = set(rank_pids(out, 2))
@@ -293,18 +272,15 @@ def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
         caught += bool(list((out / "checkpoints").glob(".saving-*")))
-        found = checkpoints.newest(out / "checkpoints")
-        before = found.step if found else 0
+        before = found.step if (found := newest(out)) else 0
         # Steps wait for a foreground save; in the background they go on beside it.
         assert (saving or reached) - before <= every, (kill, saving, reached, before)
         assert how == "--async" or reached - before <= every, (kill, reached, before)
     print(f"{caught} of 20 kills left half a checkpoint; the training stands at step {before}")
     assert caught >= 8, f"only {caught} of 20 kills fell into a save"
-    code, _, said = train(out, *words("--gpus 2 --tp 2"), "--steps", str(before + 3))
-    assert code == 0, said
+    said = train(out, *words(f"--gpus 2 --tp 2 --steps {before + 3}"))
     assert f"continuing after step {before}" in said
-    points = list(curve.parse(out / curve.METRICS_FILE).points)
-    assert [point.step for point in points] == list(range(1, before + 4))
+    assert steps_of(out) == list(range(1, before + 4))
 
 
 def _saving(out: Path) -> int:
@@ -321,9 +297,6 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.timeout(3000)
 def test_a_real_text_is_learned_alike_on_one_process_and_on_eight(tmp_path: Path) -> None:
     """300 steps on this repository's license; the loss ends below the entropy of single bytes."""
-    from fourfold.cli import main
-    from fourfold.spec.tokens import read_info
-
     tokens = str(tmp_path / "license")
     assert main(["data", "make", "--out", tokens, str(ROOT / "LICENSE")]) == 0
     run = words(
@@ -332,10 +305,7 @@ def test_a_real_text_is_learned_alike_on_one_process_and_on_eight(tmp_path: Path
     )
     losses = []
     for name, layout in (("one", "--gpus 1"), ("eight", "--gpus 8 --pp 2 --dp 2 --tp 2")):
-        code, _, said = finish(
-            start(tmp_path / name, *run, *words(layout), "--data", tokens), timeout_s=1400
-        )
-        assert code == 0, said
+        train(tmp_path / name, *run, *words(layout), "--data", tokens, limit_s=1400)
         points = list(curve.parse(tmp_path / name / curve.METRICS_FILE).points)
         assert [point.step for point in points] == list(range(1, 301))
         losses.append([point.loss for point in points])

@@ -14,10 +14,9 @@ from fourfold.engine.checkpoint.hf_read import HfWeights, fill
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.shards import ShardPlace, shards_of
-from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve
 from fourfold.spec import catalog
-from tests.engine.test_train import ROOT, finish, rank_pids, start, wait_for, words
+from tests.engine.test_train import ROOT, finish, newest, rank_pids, start, train, wait_for, words
 
 SEQ_LEN = 32
 RUN = words(
@@ -45,20 +44,15 @@ def test_killed_and_resumed_elsewhere_a_text_is_learned_alike(tmp_path, model, f
     tokens, steps = str(tmp_path / "license"), 300
     assert main(["data", "make", "--out", tokens, str(ROOT / "LICENSE")]) == 0
     run = [*RUN, "--model", model, "--data", tokens]
-    code, _, said = finish(
-        start(tmp_path / "one", *run, *words(f"--gpus 1 --steps {steps}")), timeout_s=1400
-    )
-    assert code == 0, said
+    train(tmp_path / "one", *run, *words(f"--gpus 1 --steps {steps}"), limit_s=1400)
     out = tmp_path / "out"
     process = start(out, *run, *words(first), "--steps", str(steps))
-    wait_for(lambda: checkpoints.newest(out / "checkpoints") is not None, process)
+    wait_for(lambda: newest(out) is not None, process)
     os.kill(rank_pids(out, 2)[1], signal.SIGKILL)
-    code, _, said = finish(process)
-    assert code == 1, said
-    found = checkpoints.newest(out / "checkpoints")
+    finish(process, 1)
+    found = newest(out)
     assert found.step < steps
-    code, _, said = finish(start(out, *run, *words(second), "--steps", str(steps)), timeout_s=1400)
-    assert code == 0, said
+    said = train(out, *run, *words(second), "--steps", str(steps), limit_s=1400)
     assert f"continuing after step {found.step}" in said
     one, other = losses(tmp_path / "one"), losses(out)
     gap = max(abs(a - b) / a for a, b in zip(one, other, strict=True))

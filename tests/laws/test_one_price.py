@@ -30,7 +30,6 @@ from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster
 from fourfold.search.ranking import rank_layouts
 from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -38,6 +37,7 @@ from fourfold.spec.run import RunSpec, running_schedule
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.requests import PlanRequest
+from tests.specs import run_spec
 
 SHIPPED = calibrations.shipped()
 MEASURED = sorted({entry.stack for entry in SHIPPED.entries})
@@ -57,15 +57,12 @@ def sampled(rng: random.Random) -> tuple[RunSpec, str, Cluster]:
             cp=rng.choice((1, 1, 2, 4)),
             tp=rng.choice((1, 2, 4, 8)),
         )
-        spec = RunSpec(
-            model=catalog.model(rng.choice(MODELS)),
-            gpus=layout.world,
-            layout=layout,
-            batch=Batch(
-                seq_len=rng.choice((1024, 2048, 8192)),
-                micro_batch=rng.choice((1, 2, 3, 4)),
-                global_batch=rng.choice((16, 48, 96, 256)),
-            ),
+        spec = run_spec(
+            rng.choice(MODELS),
+            layout,
+            seq_len=rng.choice((1024, 2048, 8192)),
+            micro_batch=rng.choice((1, 2, 3, 4)),
+            global_batch=rng.choice((16, 48, 96, 256)),
             policy=_policy(rng),
         )
         stack = rng.choice((*STACKS, *MEASURED))
@@ -308,10 +305,8 @@ def require_equal_served(address: str, seed: int) -> None:
     assert [(row["step_s"], row["peak_bytes"], row["fit_chance"]) for row in shown] == [
         (row.step_s, row.peak_bytes, row.fit_chance) for row in answer.ranked
     ]
-    run = RunSpec(
-        model=catalog.model(model), gpus=gpus, layout=answer.best.layout, policy=answer.best.policy,
-        batch=Batch(seq_len=2048, micro_batch=answer.best.micro_batch, global_batch=batch),
-    )  # fmt: skip
+    sizes = {"seq_len": 2048, "micro_batch": answer.best.micro_batch, "global_batch": batch}
+    run = run_spec(model, answer.best.layout, policy=answer.best.policy, **sizes)
     machine = usual_cluster(catalog.device(asked["gpu"]), gpus)
     alone = fourfold.predict(run, answer.stack, cluster=machine)
     assert (alone.step_s, alone.peak_bytes) == (answer.best.step_s, answer.best.peak_bytes)

@@ -5,6 +5,7 @@ which failed. Times follow from the layout by a formula here, so that every valu
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from fourfold.result.files.store import Store
@@ -17,11 +18,9 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
-from fourfold.spec import catalog
-from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -47,17 +46,10 @@ def specs(count: int, *, model: str = "llama-3.2-1b") -> list[RunSpec]:
         used = tp * pp * cp
         if gpus % used or len(found) >= count:
             continue
-        found.append(
-            RunSpec(
-                model=catalog.model(model),
-                gpus=gpus,
-                layout=Layout(pp=pp, cp=cp, tp=tp, shard=gpus // used),
-                batch=Batch(seq_len=8192, micro_batch=micro, global_batch=256),
-                policy=Policy(precision="bf16-mixed"),
-                steps=steps,
-                warmup=2,
-            )
-        )
+        fields = {"seq_len": 8192, "micro_batch": micro, "global_batch": 256}
+        fields |= {"precision": "bf16-mixed", "steps": steps, "warmup": 2}
+        layout = Layout(pp=pp, cp=cp, tp=tp, shard=gpus // used)
+        found.append(run_spec(model, layout, **fields))
     return found
 
 
@@ -74,13 +66,10 @@ def report(spec: RunSpec, number: int = 0, environment=ENVIRONMENT) -> RunReport
     noise = (0.004, -0.003, 0.001, 0.012, -0.005)
     peak = int((14 + 5.5 * spec.batch.micro_batch / spec.layout.tp / spec.layout.cp) * GIB)
     said = Prediction(
-        step_s=seconds * (0.93 + 0.03 * (number % 6)),
-        step_s_low=seconds * 0.84,
-        step_s_high=seconds * 1.17,
-        peak_bytes=1.05 * peak,
-        limit_bytes=79.0 * GIB,
+        step_s=seconds * (0.93 + 0.03 * (number % 6)), step_s_low=seconds * 0.84,
+        step_s_high=seconds * 1.17, peak_bytes=1.05 * peak, limit_bytes=79.0 * GIB,
         basis="h100-80gb",
-    )
+    )  # fmt: skip
     ranks = range(min(spec.gpus, 4 * spec.layout.pp))
     stage = {rank: rank * spec.layout.pp // len(ranks) for rank in ranks}
     memory = tuple(
@@ -122,8 +111,6 @@ def fill(root: Path, count: int) -> Store:
 
 def fill_hostile(root: Path) -> Store:
     """Notes, tags, models and hosts that would like to be scripts."""
-    from dataclasses import replace
-
     store = Store(root)
     for number, (spec, text) in enumerate(zip(specs(5), HOSTILE, strict=True)):
         model = replace(spec.model, name=text, layers=4)

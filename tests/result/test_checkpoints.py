@@ -23,22 +23,16 @@ from fourfold.result.files.training_folder import (
     contradiction,
     must_continue,
 )
-from fourfold.spec.batch import Batch
+from fourfold.spec import codec
 from fourfold.spec.catalog import model
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
+from tests.specs import run_spec
 
 
 def spec(**fields) -> RunSpec:
-    plain = {
-        "model": model("llama-tiny"),
-        "gpus": 1,
-        "batch": Batch(seq_len=32, global_batch=4),
-        "policy": Policy(precision="fp32"),
-    }
-    return RunSpec(**(plain | fields))
+    plain = {"model": "llama-tiny", "seq_len": 32, "global_batch": 4, "precision": "fp32"}
+    return run_spec(**(plain | fields))
 
 
 def state(step: int) -> CheckpointState:
@@ -242,15 +236,15 @@ def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
 
 def test_what_trains_something_else_is_refused() -> None:
     old = state(5)
-    must_continue(old, spec(gpus=4, layout=Layout.parse("dp2 tp2")))
-    must_continue(old, spec(policy=Policy(precision="bf16-mixed", sharding="zero3")))
-    must_continue(old, spec(batch=Batch(seq_len=32, global_batch=4, micro_batch=2)))
+    must_continue(old, spec(layout="dp2 tp2"))
+    must_continue(old, spec(precision="bf16-mixed", sharding="zero3"))
+    must_continue(old, spec(micro_batch=2))
     wrong = {
-        "batch.global_batch": spec(batch=Batch(seq_len=32, global_batch=8)),
-        "batch.seq_len": spec(batch=Batch(seq_len=64, global_batch=4)),
+        "batch.global_batch": spec(global_batch=8),
+        "batch.seq_len": spec(seq_len=64),
         "seed": spec(seed=1),
         "model.layers": spec(model=replace(model("llama-tiny"), layers=5)),
-        "policy.param_dtype": spec(policy=Policy(precision="bf16-pure")),
+        "policy.param_dtype": spec(precision="bf16-pure"),
     }
     for field, asked in wrong.items():
         with pytest.raises(UserError) as caught:
@@ -262,8 +256,7 @@ def test_what_trains_something_else_is_refused() -> None:
 def test_changes_are_said() -> None:
     old = replace(state(5), settings=TrainSettings(steps=10))
     asked = TrainSettings(steps=20, lr=1e-3, keep=7)
-    layout = spec(gpus=2, layout=Layout.parse("dp2"))
-    assert changes(old, layout, asked) == [
+    assert changes(old, spec(layout="dp2"), asked) == [
         "layout pp1 dp1 cp1 tp1 -> pp1 dp2 cp1 tp1",
         "lr 0.0003 -> 0.001",
     ]
@@ -431,6 +424,4 @@ def test_the_description_is_a_spec(tmp_path: Path) -> None:
     folder.describe(spec(), TrainSettings(steps=9))
     table = folder.described()
     assert table.pop("train")["steps"] == 9
-    from fourfold.spec import codec
-
     assert codec.load(RunSpec, table) == spec()

@@ -19,17 +19,12 @@ from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from tests.specs import run_spec
 
 
 def spec(micro_batch: int = 2, **fields: object) -> RunSpec:
-    table = {
-        "model": "llama-tiny",
-        "gpus": 4,
-        "layout": {"tp": 2},
-        "batch": {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 8},
-        "policy": {"precision": "fp32"},
-    }
-    return codec.load(RunSpec, table | fields)
+    sizes = {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 8}
+    return run_spec("llama-tiny", "dp2 tp2", precision="fp32", **sizes, **fields)
 
 
 def report(micro_batch: int = 2, outcome: Outcome = "ok", **fields: object) -> RunReport:
@@ -41,10 +36,7 @@ def report(micro_batch: int = 2, outcome: Outcome = "ok", **fields: object) -> R
         outcome=outcome,
         environment=(("device", "Some CPU @ 2"), ("torch", "2.13.0+cpu")),
         steps=tuple(steps),
-        memory=(
-            RankMemory(rank=0, stage=0, peak_bytes=10),
-            RankMemory(rank=1, stage=0, peak_bytes=30),
-        ),
+        memory=tuple(RankMemory(rank=r, stage=0, peak_bytes=n) for r, n in enumerate((10, 30))),
         started_at="2026-01-02T03:04:05+00:00",
         failure=None if outcome == "ok" else Failure(rank=1, stage=0, phase="step", message="no"),
     )

@@ -25,15 +25,14 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site, site_start
 from fourfold.spec.train import TrainSettings
 from tests.sampling import examples
+from tests.specs import run_spec
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=30)
 HOSTILE = 'it\'s "$(touch pwned)" `touch pwned`; touch pwned'
 
 
 def spec_of(gpus: int, **table: object) -> RunSpec:
-    run = {"model": "llama-tiny", "gpus": gpus, "layout": {"dp": gpus}, **table}
-    batch = {"seq_len": 32, "global_batch": gpus, "micro_batch": 1}
-    return codec.load(RunSpec, run | {"batch": batch})
+    return run_spec("llama-tiny", f"dp{gpus}", seq_len=32, global_batch=gpus, **table)
 
 
 def job_of(gpus: int = 16, **table: object) -> Job:
@@ -138,7 +137,7 @@ def test_bash_runs_nothing_that_stands_in_a_name(tmp_path: Path, monkeypatch) ->
 
 @given(folder=TEXT.filter(bool).filter(str.isprintable), value=TEXT.filter(str.isprintable))
 def test_no_folder_and_no_variable_escapes_its_quotes(folder: str, value: str) -> None:
-    job = job_of(policy={"env": {"NCCL_ALGO": value}})
+    job = job_of(env=(("NCCL_ALGO", value),))
     text = text_of(Site(), job, f"/r/{folder}")
     assert parses(text)
     line = next(line for line in text.splitlines() if line.startswith("export NCCL_ALGO="))

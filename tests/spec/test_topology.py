@@ -27,22 +27,18 @@ def matrix(cells: list[list[str]], gpus: int) -> str:
     return "\n".join(lines) + "\n\nLegend:\n\n  X    = Self\n"
 
 
-def test_a_switch_with_cards_for_storage():
-    text = (SAMPLES / "topo_8xh100.txt").read_text()
-    expected = HostTopology(gpus=8, island=8, nvlinks=18, switched=True, nics=8)
-    assert parse_topo(text, H100) == expected
-
-
-def test_a_mesh_without_a_switch():
-    text = (SAMPLES / "topo_4xa100_mesh.txt").read_text()
-    expected = HostTopology(gpus=4, island=4, nvlinks=12, switched=False, nics=2)
-    assert parse_topo(text, A100) == expected
-
-
-def test_pairs_are_islands():
-    text = (SAMPLES / "topo_8xa100_pairs.txt").read_text()
-    expected = HostTopology(gpus=8, island=2, nvlinks=12, switched=False, nics=0)
-    assert parse_topo(text, A100) == expected
+@pytest.mark.parametrize(
+    ("file", "device", "seen"),
+    [
+        ("topo_8xh100", H100, {"gpus": 8, "island": 8, "nvlinks": 18, "switched": True, "nics": 8}),
+        ("topo_4xa100_mesh", A100, {"gpus": 4, "island": 4, "nvlinks": 12, "nics": 2}),
+        ("topo_8xa100_pairs", A100, {"gpus": 8, "island": 2, "nvlinks": 12, "nics": 0}),
+    ],
+    ids=["a switch with cards for storage", "a mesh without a switch", "pairs are islands"],
+)
+def test_a_host_is_read(file, device, seen):
+    text = (SAMPLES / f"{file}.txt").read_text()
+    assert parse_topo(text, device) == HostTopology(**({"switched": False} | seen))
 
 
 def test_one_gpu():

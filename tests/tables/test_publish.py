@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fourfold.result.report import (
     StepReport,
     published_word,
 )
-from fourfold.spec import codec
+from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document
@@ -28,6 +29,7 @@ from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.lint import lint
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
+from tests.specs import run_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SAMPLES = read_file(GOLDEN / "raw_samples.md")
@@ -36,14 +38,13 @@ H100 = (("device", "NVIDIA H100 80GB HBM3"), ("torch", "2.13.0"))
 
 
 def made(
-    table: dict[str, object],
+    spec: RunSpec,
     step_s: float,
     *,
     outcome: Outcome = "ok",
     environment: tuple[tuple[str, str], ...] = CPU,
     at: str = "2026-01-01T00:00:00+00:00",
 ) -> Record:
-    spec = codec.load(RunSpec, table)
     steps = tuple(StepReport(step=i, seconds=step_s, warmup=i == 0) for i in range(4))
     report = RunReport(
         spec=spec,
@@ -57,14 +58,11 @@ def made(
     return published(record_of(report), 0)
 
 
-def run(model: str, gpus: int, micro: int, **axes: int) -> dict[str, object]:
-    return {
-        "model": model,
-        "gpus": gpus,
-        "layout": dict(axes),
-        "batch": {"seq_len": 128, "micro_batch": micro, "global_batch": 16},
-        "policy": {"precision": "fp32"},
-    }
+def run(model: str, gpus: int, micro: int, **axes: int) -> RunSpec:
+    used = math.prod(size for axis, size in axes.items() if axis != "ep")
+    layout = Layout(**axes, shard=gpus // used)
+    sizes = {"seq_len": 128, "micro_batch": micro, "global_batch": 16}
+    return run_spec(model, layout, precision="fp32", **sizes)
 
 
 def many() -> list[Record]:
@@ -120,12 +118,9 @@ def test_the_scaling_tables_come_out_as_they_went_in() -> None:
 
 def test_an_mpt_run_prints_the_published_utilisation() -> None:
     """70b on 64 H100 at 66523 tokens/s: 42.57 and 56.76 in the table."""
-    spec = {
-        "model": "mpt-70b",
-        "gpus": 64,
-        "batch": {"seq_len": 2048, "micro_batch": 8, "global_batch": 2048},
-        "policy": {"precision": "bf16", "sharding": "zero3", "recompute": "full"},
-    }
+    fields = {"precision": "bf16-mixed", "sharding": "zero3", "recompute": "full"}
+    sizes = {"seq_len": 2048, "micro_batch": 8, "global_batch": 2048}
+    spec = run_spec("mpt-70b", "dp64", **fields, **sizes)
     record = made(spec, 2048 * 2048 / 66523.5, environment=H100)
     table = publish([record], "mpt", "mpt").tables[0]
     cells = dict(zip(table.headings, table.rows[0].cells, strict=True))
@@ -195,9 +190,9 @@ def test_a_scaling_table_loses_no_run() -> None:
     found = []
     for kind, factor in (("zero1", 1.0), ("zero3", 1.5)):
         for at, (gpus, micro) in enumerate(itertools.product((4, 8), (1, 2))):
-            table = run("llama-tiny", gpus, micro, tp=2)
-            table["policy"] = {"precision": "fp32", "sharding": kind}
-            found.append(made(table, factor * (1.0 + 0.1 * at)))
+            spec = run("llama-tiny", gpus, micro, tp=2)
+            spec = replace(spec, policy=replace(spec.policy, sharding=kind))
+            found.append(made(spec, factor * (1.0 + 0.1 * at)))
     document = publish(found, "scaling", "causal")
     text = write(document, "text")
     cells = [cell for table in document.tables for row in table.data for cell in row.cells[1:]]
@@ -212,7 +207,7 @@ def test_a_scaling_table_loses_no_run() -> None:
 
 
 def test_a_published_run_keeps_its_prediction() -> None:
-    spec = codec.load(RunSpec, run("llama-tiny", 4, 1))
+    spec = run("llama-tiny", 4, 1)
     predicted = Prediction(step_s=0.5, step_s_low=0.4, step_s_high=0.6, peak_bytes=1.0)
     report = RunReport(spec=spec, outcome="oom", predicted=predicted)
     (plain,) = plain_records([published(record_of(report), 0)], "mpt")
