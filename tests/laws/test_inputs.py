@@ -24,7 +24,9 @@ from fourfold.cli import COMMANDS as ALL_COMMANDS
 from fourfold.spec import catalog, codec
 from fourfold.tables.forms import parse, write
 from tests.fuzz import call, damaged
+from tests.result.test_profile import make
 from tests.sampling import examples
+from tests.spec.test_hf import GPT2, LLAMA, LLAMA3
 
 SOURCE = Path(__file__).parents[2] / "src"
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -33,64 +35,25 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 # added later.
 ENGINE = {"bench", "calibrate", "demo", "dryrun", "mcp", "serve", "sweep", "train", "verify"}
 COMMANDS = tuple(name for name in ALL_COMMANDS if name not in ENGINE)
-CONFIG = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rope_theta": 1e4,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    "attention_dropout": 0.0, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
 FILES = {
-    "config.json": json.dumps(CONFIG, indent=1),
-    "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4,
-                             "vocab_size": 512, "n_positions": 128, "attn_pdrop": 0.0}),
+    "config.json": json.dumps(LLAMA | {"rope_theta": 1e4, "rope_scaling": LLAMA3, "hidden_act":
+        "silu", "attention_dropout": 0.0, "tie_word_embeddings": False}, indent=1),
+    "gpt2.json": json.dumps(GPT2),
     "model.toml": codec.to_toml(catalog.model("llama-tiny")),
     "gpu.toml": codec.to_toml(catalog.device("h100-80gb")),
     "cluster.toml": codec.to_toml(catalog.cluster("jean-zay")),
     "topo.txt": (SAMPLES / "topo_8xh100.txt").read_text(),
     "nccl.log": (SAMPLES / "all_reduce_1x8.log").read_text(),
     "rows.csv": "".join((GOLDEN / "mpt.csv").read_text().splitlines(keepends=True)[:4]),
-    "table.md": """NHIDDEN=14336 / NLAYERS=72
-
-| Nodes | Size | DP | TP | PP | MBS | GBS | Mem | Sec/it | TFLOPs | Notes |
-| ----: | ---: | -: | -: | -: | --: | --: | --: | -----: | -----: | ----- |
-|    48 | 181B |  4 |  8 | 12 |   2 | 2048 | 37GB | 120.29 | 134.02 | 02-21 |
-|    40 | 181B |  8 |  8 | 10 |   1 | 2048 | OOM  |        |        | 02-20 |
-""",
+    "table.md": (SAMPLES / "inputs" / "table.md").read_text(),
 }  # fmt: skip
 SHIPPED = json.loads((SOURCE / "fourfold/data/calibrations/shipped.json").read_text())
 FILES |= {
     "calibration.json": json.dumps(SHIPPED | {"entries": SHIPPED["entries"][:2]}, indent=1),
-    "spec.toml": """model = "llama-tiny"
-gpus = 4
-note = "a note"
-[layout]
-tp = 2
-pp = 2
-[batch]
-seq_len = 64
-global_batch = 8
-[policy]
-precision = "fp32"
-sharding = "zero1"
-""",
+    "spec.toml": (SAMPLES / "inputs" / "spec.toml").read_text(),
+    "profile.json": codec.to_json(make()),
     "tables.json": write(parse(FILES["table.md"], "md"), "json"),
 }
-PROFILE = {
-    "device": "cpu", "device_name": "a cpu", "host": "here", "torch": "2.13", "made_at": "2026",
-    "measured_s": 1.0, "cores": 8, "units": 8, "memory_bytes": 2**34, "power_w": 0.0,
-    "gemms": [{"dtype": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.01}],
-    "attentions": [{"kernel": "flash", "dtype": "fp32", "batch": 1, "heads": 2, "head_size": 64,
-                    "seq_len": 512, "forward_s": 0.01, "backward_s": 0.02}],
-    "copies": [{"moved_bytes": 2**20, "seconds": 1e-6}, {"moved_bytes": 2**28, "seconds": 0.027}],
-    "launch_s": 5e-6, "layer_launch_s": 1e-3, "burst_flops_per_s": 2e11,
-    "sustained_flops_per_s": 1.6e11, "sustained_over_s": 10.0,
-    "shared": [{"ranks": 1, "dtype": "fp32", "flops_per_s": 1.9e11, "bytes_per_s": 2e10},
-               {"ranks": 4, "dtype": "fp32", "flops_per_s": 4.75e10, "bytes_per_s": 6e9}],
-    "collectives": [{"op": "all-reduce", "ranks": 4, "payload_bytes": 1024, "seconds": 6e-4},
-                    {"op": "all-reduce", "ranks": 4, "payload_bytes": 2**24, "seconds": 0.02}],
-}  # fmt: skip
-FILES["profile.json"] = json.dumps(PROFILE, indent=1)
 FILES["sweep.toml"] = FILES["spec.toml"] + "[sweep]\ntp = [1, 2]\nmicro_batch = [1, 2]\n"
 NEW = ["clusters", "new", "--name", "x", "--gpu", "h100-80gb", "--hosts", "2"]
 # How each file reaches a command.

@@ -16,32 +16,7 @@ from fourfold.errors import UserError
 from fourfold.spec.run import RunSpec, run_of
 from tests.sampling import examples
 
-SPEC = """\
-model = "llama-tiny"
-gpus = 4
-steps = 6
-memory_limit = "2GiB"
-start_limit_s = "10min"
-[layout]
-tp = 2
-pp = 2
-order = "pp dp cp tp"
-[batch]
-seq_len = 128
-micro_batch = 3
-global_batch = 16
-[batch.ramp]
-start = 8
-increment = 4
-samples = 100
-[policy]
-precision = "bf16"
-recompute = "every-2"
-env = { NCCL_ALGO = "ring" }
-[fault]
-kind = "hang"
-rank = 1
-"""
+SPEC = (Path(__file__).parents[1] / "samples" / "inputs" / "every_part.toml").read_text()
 PATHS = [
     "model", "gpus", "layout", "layout.dp", "layout.order", "layout.tp", "batch", "batch.ramp",
     "batch.ramp.start", "batch.seq_len", "policy", "policy.env", "policy.env.A B", "policy.env.X",

@@ -22,16 +22,8 @@ from fourfold.spec import codec
 
 def make(**fields: object) -> HardwareProfile:
     plain: dict = {
-        "device": "cpu",
-        "device_name": "a cpu",
-        "host": "here",
-        "torch": "2.13",
-        "made_at": "2026",
-        "measured_s": 1.0,
-        "cores": 8,
-        "units": 8,
-        "memory_bytes": 16 * 2**30,
-        "power_w": 0.0,
+        "device": "cpu", "device_name": "a cpu", "host": "here", "torch": "2.13", "made_at": "2026",
+        "measured_s": 1.0, "cores": 8, "units": 8, "memory_bytes": 16 * 2**30, "power_w": 0.0,
         "gemms": (
             GemmPoint(dtype="fp32", m=1000, n=1024, k=1000, seconds=0.02),
             GemmPoint(dtype="fp32", m=1024, n=1024, k=1024, seconds=2 * 1024**3 / 2e11),
@@ -46,11 +38,8 @@ def make(**fields: object) -> HardwareProfile:
             CopyPoint(moved_bytes=2**20, seconds=1e-6),
             CopyPoint(moved_bytes=2**28, seconds=2**28 / 1e10),
         ),
-        "launch_s": 5e-6,
-        "layer_launch_s": 1e-3,
-        "burst_flops_per_s": 2e11,
-        "sustained_flops_per_s": 1.6e11,
-        "sustained_over_s": 10.0,
+        "launch_s": 5e-6, "layer_launch_s": 1e-3, "burst_flops_per_s": 2e11,
+        "sustained_flops_per_s": 1.6e11, "sustained_over_s": 10.0,
         "shared": (
             SharedPoint(ranks=1, dtype="fp32", flops_per_s=1.9e11, bytes_per_s=2e10),
             SharedPoint(ranks=4, dtype="fp32", flops_per_s=4.75e10, bytes_per_s=6e9),

@@ -27,40 +27,7 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _SLOTS, _PORT = 200, 17000
 # Long enough for a machine on which everything else runs too; only a broken one reaches them.
 _START_S, _STOP_S = 180.0, 60.0
-_CONF = """\
-ClusterName=fourfold
-SlurmctldHost={controller}({address})
-SlurmctldPort={port}
-AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket,cred_expire=5
-CredType=cred/munge
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd-%n.pid
-SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd-%n.log
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool-%n
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
-ReturnToService=2
-SlurmdTimeout=10
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-KillWait=30
-MinJobAge=3600
-InactiveLimit=0
-Waittime=0
-NodeName={names} {nodes} CPUs={cpus} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+_CONF = (Path(__file__).parent / "slurm.conf").read_text()
 
 
 def why_not() -> str:

@@ -252,21 +252,7 @@ def test_a_calibration_is_submitted_by_hand_and_collected(user: User) -> None:
     assert not path.parent.exists()
 
 
-SWEEP = """\
-model = "llama-tiny"
-gpus = 4
-device = "cpu"
-steps = 2
-warmup = 1
-[batch]
-seq_len = 32
-global_batch = 4
-[policy]
-precision = "fp32"
-[sweep]
-layout = ["pp2 tp2", "dp2 tp2", "pp2 dp2"]
-micro_batch = [1, 2]
-"""
+SWEEP = (Path(__file__).parent / "runs" / "sweep.toml").read_text()
 
 
 def test_a_sweep_loses_nothing_to_a_cancelled_job_and_a_stopped_node(user: User) -> None:

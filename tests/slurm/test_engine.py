@@ -16,21 +16,7 @@ from tests.slurm.user import User, command_lines, taken_port
 
 pytestmark = pytest.mark.slow
 SAMPLES = Path(__file__).parent.parent / "samples" / "engine"
-RUN = """\
-model = "llama-2-7b"
-gpus = 4
-steps = 4
-warmup = 1
-step_limit_s = 10.0
-[layout]
-tp = 2
-[batch]
-seq_len = 2048
-global_batch = 32
-micro_batch = 1
-[policy]
-precision = "bf16"
-"""
+RUN = (Path(__file__).parent / "runs" / "engine.toml").read_text()
 
 
 def engine(user: User, how: str, **more: Any) -> str:

@@ -13,20 +13,7 @@ from tests.engines.titan_template import NAME, template
 from tests.slurm.user import User, command_lines
 
 pytestmark = pytest.mark.slow
-RUN = """\
-model = "llama-tiny"
-gpus = 2
-device = "cpu"
-steps = 6
-warmup = 2
-[batch]
-seq_len = 128
-global_batch = 8
-micro_batch = 2
-[policy]
-precision = "fp32"
-sharding = "zero3"
-"""
+RUN = (Path(__file__).parent / "runs" / "titan.toml").read_text()
 
 
 def test_torchtitan_and_our_engine_over_two_nodes_are_one_table(user: User) -> None:
