@@ -10,10 +10,9 @@ import pytest
 from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
-from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
 from fourfold.tables.styles import MPT
 from tests.cli import Cli
+from tests.specs import run_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -22,17 +21,11 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 def store(tmp_path: Path) -> Path:
     root = tmp_path / "runs"
     for number, (tp, micro) in enumerate(((1, 1), (1, 2), (2, 1), (2, 2))):
-        table = {
-            "model": "mpt-tiny",
-            "gpus": 4,
-            "layout": {"tp": tp},
-            "batch": {"seq_len": 64, "micro_batch": micro, "global_batch": 8},
-            "policy": {"precision": "fp32", "sharding": "zero3"},
-            "tag": "first" if tp == 1 else "second",
-        }
+        fields = {"seq_len": 64, "micro_batch": micro, "global_batch": 8, "precision": "fp32"}
+        fields |= {"sharding": "zero3", "tag": "first" if tp == 1 else "second"}
         bad = number == 3
         report = RunReport(
-            spec=codec.load(RunSpec, table),
+            spec=run_spec("mpt-tiny", f"dp{4 // tp} tp{tp}", **fields),
             outcome="oom" if bad else "ok",
             environment=(("device", "CPU"), ("torch", "2.13")),
             steps=tuple(StepReport(step=i, seconds=0.1 + number / 10) for i in range(3)),

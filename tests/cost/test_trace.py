@@ -81,15 +81,6 @@ def test_mlp2d_gives_the_published_sizes() -> None:
     assert up.live_bytes == sum(tensor.bytes for tensor in four) + 42_000_000
 
 
-@pytest.mark.parametrize("program_of", [ulysses, allgather, ring])
-@pytest.mark.parametrize("attention", ["naive", "flash"])
-def test_every_kind_does_the_same_products(program_of: object, attention: str) -> None:
-    """However the sequence is divided, the FLOPs of all ranks are those of one."""
-    total = sum(row.flops_all for row in rows(program_of, attention=attention))
-    alone = sum(row.flops_all for row in rows(ulysses, attention=attention, layout=Layout()))
-    assert total == alone
-
-
 def test_traffic_counts_what_leaves_a_rank() -> None:
     """Ulysses sends 4 x (P-1)/P of a rank's activations, all-gather and ring (P-1) of its KV."""
     part = 122_880_000

@@ -12,6 +12,7 @@ import random
 import shutil
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,35 +152,48 @@ def ranks(monkeypatch: pytest.MonkeyPatch, _alone: None) -> list[tuple[int, Load
     return done
 
 
-def trained(root: Path, ranks: list, watch: Watch, capsys: pytest.CaptureFixture[str]) -> str:
-    """'refused', or the step it went on from, with what it loaded checked by the caller."""
-    ranks.clear()
-    watch.folder, watch.outside = root, []
-    try:
-        for words in (["--show", str(root)], ["--out", str(root), "--steps", "6"]):
-            code = main(["train", *words])
-            said = capsys.readouterr().err
-            assert code in (0, 1, 2), said
-            assert "Traceback" not in said
-            assert "with --fresh" not in said or "trained with" in said, said
-    finally:
-        watch.folder = None
-    assert not watch.outside
-    return "refused" if code else str(ranks[-1][0]) if ranks else "nothing to do"
+class Training:
+    """A copy of the original in `root`, and what `train` makes of it."""
+
+    def __init__(self, original: Path, root: Path, ranks: list, watch: Watch, capsys) -> None:
+        self.original, self.root, self.ranks = original, root, ranks
+        self.watch, self.capsys = watch, capsys
+
+    def anew(self) -> Path:
+        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.copytree(self.original, self.root)
+        return self.root
+
+    def outcome(self) -> str:
+        """'refused', or the step it went on from."""
+        self.ranks.clear()
+        self.watch.folder, self.watch.outside = self.root, []
+        try:
+            for words in (["--show", str(self.root)], ["--out", str(self.root), "--steps", "6"]):
+                code = main(["train", *words])
+                said = self.capsys.readouterr().err
+                assert code in (0, 1, 2), said
+                assert "Traceback" not in said
+                assert "with --fresh" not in said or "trained with" in said, said
+        finally:
+            self.watch.folder = None
+        assert not self.watch.outside
+        return "refused" if code else str(self.ranks[-1][0]) if self.ranks else "nothing to do"
+
+    def is_right(self) -> bool:
+        """What was loaded is what was saved."""
+        first, loaded = self.ranks[-1]
+        right = tensors(first) if first else {name: torch.zeros(s) for name, s in SHAPES.items()}
+        return loaded.updates == first and all(
+            torch.equal(item.tensor, right[item.name]) for item in loaded.items
+        )
 
 
-def is_right(ranks: list[tuple[int, Loaded]]) -> bool:
-    first, loaded = ranks[-1]
-    right = tensors(first) if first else {name: torch.zeros(s) for name, s in SHAPES.items()}
-    return loaded.updates == first and all(
-        torch.equal(item.tensor, right[item.name]) for item in loaded.items
-    )
-
-
-def copy(original: Path, to: Path) -> Path:
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(original, to)
-    return to
+@pytest.fixture
+def training(original, tmp_path, ranks, watch, capsys) -> Training:
+    made = Training(original, tmp_path / "t", ranks, watch, capsys)
+    made.anew()
+    return made
 
 
 def bytes_changed(path: Path, chance: random.Random) -> None:
@@ -263,16 +277,15 @@ KINDS = {
 }
 
 
-def plain_round(original, root, ranks, watch, capsys, kind: str, seed: int) -> str:
+def plain_round(training: Training, kind: str, seed: int) -> str:
     """One change without checksums mended: refused, or everything that is loaded is right."""
-    chance = random.Random(f"{kind} {seed}")
-    copy(original, root)
-    bytes_changed(root / KINDS[kind], chance)
-    good = set((original / "metrics.jsonl").read_bytes().split(b"\n"))
+    root = training.anew()
+    bytes_changed(root / KINDS[kind], random.Random(f"{kind} {seed}"))
+    good = set((training.original / "metrics.jsonl").read_bytes().split(b"\n"))
     good &= set((root / "metrics.jsonl").read_bytes().split(b"\n"))
-    outcome = trained(root, ranks, watch, capsys)
+    outcome = training.outcome()
     if outcome not in ("refused", "nothing to do"):
-        assert is_right(ranks), (kind, seed, outcome)
+        assert training.is_right(), (kind, seed, outcome)
         left = curve.parse(root / "metrics.jsonl")
         assert [one.step for one in left.points][-2:] == [5, 6]
         assert good - {b""} <= set(left.lines), (kind, seed)
@@ -281,66 +294,57 @@ def plain_round(original, root, ranks, watch, capsys, kind: str, seed: int) -> s
     return outcome
 
 
-def forged_round(original, root, ranks, watch, capsys, kind: str, seed: int) -> str:
+def forged_round(training: Training, kind: str, seed: int) -> str:
     """One change with all checksums mended: no traceback, nothing outside; refused, or right."""
-    chance = random.Random(f"forged {kind} {seed}")
-    copy(original, root)
-    resealed(root / KINDS[kind], chance)
+    root = training.anew()
+    resealed(root / KINDS[kind], random.Random(f"forged {kind} {seed}"))
     if kind == "index":
         sums_mended(root / NEWEST)
-    outcome = trained(root, ranks, watch, capsys)
+    outcome = training.outcome()
     if outcome not in ("refused", "nothing to do"):
-        assert is_right(ranks), (kind, seed, outcome)
+        assert training.is_right(), (kind, seed, outcome)
     return outcome
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_changes_of_each_kind(original, tmp_path, ranks, watch, capsys, kind) -> None:
+def test_a_few_changes_of_each_kind(training, kind) -> None:
     for seed in range(6):
-        plain_round(original, tmp_path / "t", ranks, watch, capsys, kind, seed)
-    if kind in ("state", "index"):
-        for seed in range(6):
-            forged_round(original, tmp_path / "t", ranks, watch, capsys, kind, seed)
+        plain_round(training, kind, seed)
+        if kind in ("state", "index"):
+            forged_round(training, kind, seed)
 
 
-def test_the_stand_in_trains_on(original, tmp_path, ranks, watch, capsys) -> None:
-    root = copy(original, tmp_path / "t")
-    assert trained(root, ranks, watch, capsys) == "4"
-    assert is_right(ranks)
-    ranks[-1][1].items[0].tensor[0, 0] += 1
-    assert not is_right(ranks)
+def test_the_stand_in_trains_on(training) -> None:
+    assert training.outcome() == "4"
+    assert training.is_right()
+    training.ranks[-1][1].items[0].tensor[0, 0] += 1
+    assert not training.is_right()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", KINDS)
-def test_300_changes_of_each_kind(original, tmp_path, ranks, watch, capsys, kind) -> None:
-    outcomes: dict[str, int] = {}
-    for seed in range(300):
-        outcome = plain_round(original, tmp_path / "t", ranks, watch, capsys, kind, 1000 + seed)
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+def test_300_changes_of_each_kind(training, kind) -> None:
+    outcomes = Counter(plain_round(training, kind, 1000 + seed) for seed in range(300))
     print(f"{kind}: {outcomes}")
     if kind in ("state", "index", "tensors"):
-        assert outcomes.get("2", 0) > 100, outcomes
+        assert outcomes["2"] > 100, outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", ["state", "index"])
-def test_600_forged_changes(original, tmp_path, ranks, watch, capsys, kind) -> None:
-    outcomes: dict[str, int] = {}
-    for seed in range(600):
-        outcome = forged_round(original, tmp_path / "t", ranks, watch, capsys, kind, 1000 + seed)
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+def test_600_forged_changes(training, kind) -> None:
+    outcomes = Counter(forged_round(training, kind, 1000 + seed) for seed in range(600))
     print(f"forged {kind}: {outcomes}")
     assert outcomes["refused"] > 150, outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_every_single_bit_of_state_and_index(original, tmp_path) -> None:
+def test_every_single_bit_of_state_and_index(training) -> None:
     """None is harmless, and none is accepted: each file has a checksum of its own."""
-    folder = copy(original, tmp_path / "t") / NEWEST
+    folder = training.root / NEWEST
     found = checkpoints.read(folder)
     sizes = checkpoints.real_sizes(found)
     for name in ("state.json", "index.json"):
@@ -368,25 +372,22 @@ LINKED = ["lock", "metrics.jsonl", "train.toml", "checkpoints", "job", str(NEWES
 
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("to", ["file", "folder", "zero", "pipe"])
-def test_links_and_pipes_lead_nowhere(original, tmp_path, ranks, watch, capsys, name, to) -> None:
-    root = copy(original, tmp_path / "t")
+def test_links_and_pipes_lead_nowhere(training, tmp_path, name, to) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("mine")
-    path = root / name
+    path = training.root / name
     path.rename(outside / "moved") if path.is_dir() else path.unlink()
     if to == "pipe":
         os.mkfifo(path)
     else:
         targets = {"file": outside / "file", "folder": outside, "zero": Path("/dev/zero")}
         path.symlink_to(targets[to])
-    assert trained(root, ranks, watch, capsys) == "refused"
+    assert training.outcome() == "refused"
     assert (outside / "file").read_text() == "mine"
 
 
-def test_a_step_that_name_state_and_curve_do_not_share_is_refused(
-    original, tmp_path, ranks, watch, capsys
-) -> None:
+def test_a_step_that_name_state_and_curve_do_not_share_is_refused(training) -> None:
     """The state forged, the folder renamed with it, all sums mended: the curve still knows."""
     for fields, renamed in (
         ({"step": 5, "updates": 5, "sequences": 20}, "step-00000005"),
@@ -396,45 +397,44 @@ def test_a_step_that_name_state_and_curve_do_not_share_is_refused(
         ({"step": -5}, NEWEST.name),
         ({"sequences": 4}, NEWEST.name),
     ):
-        root = copy(original, tmp_path / "t")
+        root = training.anew()
         path = root / KINDS["state"]
         plain = json.loads(path.read_text()) | fields
         del plain["crc32"]
         path.write_bytes(seal(json.dumps(plain)))
         path.parent.rename(path.parent.with_name(renamed))
-        assert trained(root, ranks, watch, capsys) == "refused", fields
+        assert training.outcome() == "refused", fields
         assert len(curve.parse(root / "metrics.jsonl").points) == 4
 
 
-def test_the_curve_is_not_needed_to_go_on(original, tmp_path, ranks, watch, capsys) -> None:
-    root = copy(original, tmp_path / "t")
-    (root / "metrics.jsonl").unlink()
-    assert trained(root, ranks, watch, capsys) == "4"
-    assert is_right(ranks)
+def test_the_curve_is_not_needed_to_go_on(training) -> None:
+    (training.root / "metrics.jsonl").unlink()
+    assert training.outcome() == "4"
+    assert training.is_right()
 
 
-def test_going_back_twice_keeps_both(original, tmp_path, ranks, watch, capsys) -> None:
+def test_going_back_twice_keeps_both(training) -> None:
     """Changed values are found by the ranks, changed sizes by the command; neither is lost."""
-    root = copy(original, tmp_path / "t")
+    root = training.root
     path = root / KINDS["tensors"]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert trained(root, ranks, watch, capsys) == "2"
-    assert is_right(ranks)
+    assert training.outcome() == "2"
+    assert training.is_right()
     kept = root / "checkpoints" / "damaged-step-00000004"
     assert (kept / path.name).read_bytes() == content
-    shutil.copytree(original / NEWEST, root / NEWEST)
+    shutil.copytree(training.original / NEWEST, root / NEWEST)
     (root / KINDS["tensors"]).write_bytes(b"short")
     (root / "metrics.jsonl").write_text(curve.lines(map(seen, range(1, 5))))
-    assert trained(root, ranks, watch, capsys) == "2"
+    assert training.outcome() == "2"
     assert (kept / path.name).read_bytes() == content
     again = kept.with_name("damaged-step-00000004.2")
     assert (again / path.name).read_bytes() == b"short"
 
 
-def test_another_version_is_not_called_damaged(original, tmp_path, ranks, watch, cli) -> None:
-    root = copy(original, tmp_path / "t")
+def test_another_version_is_not_called_damaged(training, cli) -> None:
+    root = training.root
     path = root / KINDS["index"]
     plain = json.loads(path.read_text()) | {"version": 2}
     del plain["crc32"]
@@ -446,9 +446,9 @@ def test_another_version_is_not_called_damaged(original, tmp_path, ranks, watch,
     assert not list((root / "checkpoints").glob("damaged-*"))
 
 
-def test_an_export_stops_at_what_it_may_not_read(original, tmp_path, cli) -> None:
+def test_an_export_stops_at_what_it_may_not_read(training, tmp_path, cli) -> None:
     """Going back is for changed bytes; a link is no reason to hand out older weights."""
-    root = copy(original, tmp_path / "t")
+    root = training.root
     (root / KINDS["tensors"]).unlink()
     (root / KINDS["tensors"]).symlink_to("/dev/zero")
     assert "is a symbolic link, where a regular file belongs" in cli(

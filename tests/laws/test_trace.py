@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fourfold.commands.trace import page
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.attention import allgather, ring, ulysses
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program
+from fourfold.cost.trace.steps import CP_KINDS, WORKSPACE_BYTES, Ask, Program
 from fourfold.cost.trace.walk import StepRow, mlp, mlp2d, walk
 from fourfold.output import Output, text_of
 from fourfold.spec import catalog
@@ -102,6 +102,9 @@ def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask])
     assert sum(row.flops_all for row in rows) == sum(row.flops_all for row in alone)
     assert all(row.flops_all == row.flops_rank * ask.ranks for row in rows)
     assert sum(row.comm_bytes for row in alone) == 0
+    if kind in CP_KINDS:  # however the sequence is divided
+        _, same = trace("ulysses", replace(ask, layout=Layout()))
+        assert sum(row.flops_all for row in alone) == sum(row.flops_all for row in same)
 
 
 @settings(max_examples=examples(60))

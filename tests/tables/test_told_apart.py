@@ -13,12 +13,11 @@ from fourfold.result.files.store import Store
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport, StepReport
-from fourfold.spec import codec
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
 from fourfold.tables.derive import published
 from fourfold.tables.document import Text
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
+from tests.specs import run_spec
 
 # Another value of every field of a policy than the run's own; a new field needs a line here.
 OTHERS: dict[str, Any] = {
@@ -31,21 +30,16 @@ OTHERS: dict[str, Any] = {
     "optimizer": "adamw-plain", "compile": True,
     "cuda_graph": True, "async_tp": True, "prefetch": 2, "overlap_grad_reduce": False,
     "overlap_param_gather": False, "fused_projections": False, "loss_chunks": 4, "loss": "lean",
-    "offload": "activations", "env": {"NCCL_DEBUG": "INFO"},
+    "offload": "activations", "env": (("NCCL_DEBUG", "INFO"),),
 }  # fmt: skip
 
 
 def report(step_s: float, **policy: Any) -> RunReport:
-    plain = {
-        "model": "llama-3.1-8b",
-        "layout": "pp2 dp2 cp2 tp2",
-        "batch": {"seq_len": 2048, "global_batch": 64},
-        "policy": {"precision": "bf16-pure", **policy},
-    }
+    fields = {"seq_len": 2048, "global_batch": 64, "precision": "bf16-pure"} | policy
     steps = tuple(StepReport(step=i, seconds=step_s, warmup=False) for i in range(3))
     where = (("device", "NVIDIA H100 80GB HBM3"), ("torch", "2.13.0"))
     return RunReport(
-        spec=codec.load(RunSpec, plain),
+        spec=run_spec("llama-3.1-8b", "pp2 dp2 cp2 tp2", **fields),
         outcome="ok",
         environment=where,
         steps=steps,
