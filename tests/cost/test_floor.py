@@ -12,20 +12,13 @@ from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
 from fourfold.show.one_rank import floor_page
 from fourfold.show.pictures import floor_picture
-from fourfold.spec import catalog, codec
-from fourfold.spec.run import RunSpec
+from fourfold.spec import catalog
 from fourfold.verbs.one_rank import floor_plain
+from tests.specs import run_spec
 
 CLUSTER = usual_cluster(catalog.device("h200"), 1)
-SPEC = codec.load(
-    RunSpec,
-    {
-        "model": "llama-3.2-1b-untied",
-        "gpus": 1,
-        "batch": {"seq_len": 8192, "micro_batch": 2, "global_batch": 4},
-        "policy": {"compile": True},
-    },
-)
+SIZES = {"seq_len": 8192, "micro_batch": 2, "global_batch": 4}
+SPEC = run_spec("llama-3.2-1b-untied", compile=True, **SIZES)
 LAYER, FIRST, LAST, ELEMENT = least_bytes(columns_of([SPEC], cluster=CLUSTER, stack="fourfold"))
 SEEN = {"matrix products": 0.21, "attention": 0.03, "norms and element-wise": 0.02,
         "copies and casts": 0.001, "fills": 0.5}  # fmt: skip

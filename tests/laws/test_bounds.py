@@ -50,19 +50,11 @@ def test_copied_cells_are_found_among_equal_ones() -> None:
     assert [item.rule for item in found if item.rule == "copied-cell"] == ["copied-cell"]
 
 
-@pytest.mark.parametrize(
-    ("make", "form"),
-    [(equal_csv, "csv"), (equal_rows, "md"), (near_rows, "md"), (swapped_rows, "md")],
-)
-def test_lint_is_linear(make: Callable[[int], str], form: str) -> None:
-    assert grows(lambda count: lint(parse(make(count), form)), 200) < QUADRATIC
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("rows", [200, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [equal_csv, equal_rows, near_rows, swapped_rows])
-def test_lint_of_eighty_thousand_rows(make: Callable[[int], str]) -> None:
+def test_lint_is_linear(make: Callable[[int], str], rows: int) -> None:
     form = "csv" if make is equal_csv else "md"
-    assert grows(lambda count: lint(parse(make(count), form)), 20_000) < QUADRATIC
+    assert grows(lambda count: lint(parse(make(count), form)), rows) < QUADRATIC
 
 
 def test_readers_are_linear() -> None:

@@ -127,7 +127,9 @@ def changed(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-def _same(config: dict[str, Any]) -> None:
+@settings(max_examples=examples(1500))
+@given(changed())
+def test_changed_sizes_are_counted_as_transformers_counts_them(config: dict[str, Any]) -> None:
     theirs = built(config)
     ours = shape_from_config(config)
     assert model_params(ours, 2048) == count(theirs), config
@@ -136,19 +138,6 @@ def _same(config: dict[str, Any]) -> None:
     assert model_params(again, 2048) == model_params(ours, 2048), config
     assert (again.window, again.local_layers) == (ours.window, ours.local_layers), config
     assert again.positions == ours.positions, config
-
-
-@settings(max_examples=examples(60))
-@given(changed())
-def test_changed_sizes_are_counted_as_transformers_counts_them(config: dict[str, Any]) -> None:
-    _same(config)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(1500))
-@given(changed())
-def test_many_changed_sizes(config: dict[str, Any]) -> None:
-    _same(config)
 
 
 @settings(max_examples=examples(60))
