@@ -32,16 +32,8 @@ PUBLISHED_PEAKS_GB = (2.27, 2.68, 3.05, 3.17, 60.65, 60.77, 60.90, 60.90, 61.02,
 
 def ask(**changes: object) -> Ask:
     """The published trace: 60,000 tokens over 16 ranks."""
-    fields = {
-        "tokens": 60000,
-        "hidden": 16384,
-        "heads": 128,
-        "kv_heads": 128,
-        "ffn": 53248,
-        "layers": 126,
-        "layout": Layout(tp=8, shard=2),
-        "attention": "naive",
-    }
+    fields = {"hidden": 16384, "heads": 128, "kv_heads": 128, "ffn": 53248, "layers": 126}
+    fields |= {"tokens": 60000, "layout": Layout(tp=8, shard=2), "attention": "naive"}
     return Ask(**(fields | changes))  # type: ignore[arg-type]
 
 
@@ -212,13 +204,8 @@ def test_a_symbol_gives_its_number_in_both_counts(kind: str, data: st.DataObject
 
 def asked(name: str = "llama-3.1-8b", tokens: int = 65536, ranks: int = 8) -> Ask:
     model = catalog.model(name)
-    return Ask(
-        tokens=tokens,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        layout=Layout(cp=ranks),
-    )
+    sizes = {name: getattr(model, name) for name in ("hidden", "heads", "kv_heads")}
+    return Ask(tokens=tokens, layout=Layout(cp=ranks), **sizes)
 
 
 def with_network(cluster: Cluster, bytes_per_s: float) -> Cluster:

@@ -38,6 +38,16 @@ SEQ_LEN = 32
 _EXPERTS = Moe(ffn=96, balance_weight=0.02)
 _MIXTRAL = replace(catalog.model("mixtral-tiny"), moe=_EXPERTS)
 _LATENT = Latent(kv_rank=16, nope=16, rope=8, v=24)
+
+
+def tiny(name: str, **changes: object) -> ModelShape:
+    return replace(catalog.model(f"{name}-tiny"), **changes)
+
+
+def rope(kind: str, **fields: object) -> Positions:
+    return Positions(kind="rope", theta=5e5, scaling=RopeScaling(kind=kind, **fields))
+
+
 TINY = {
     "mixtral": _MIXTRAL,
     "qwen3-moe": replace(
@@ -51,38 +61,25 @@ TINY = {
             group_top_k=2, balance="sequence",
         ),
     ),
-    "deepseek-v3": catalog.model("deepseek-tiny"),
-    "llama": catalog.model("llama-tiny"),
-    "llama-tied": replace(catalog.model("llama-tiny"), tied=True),
-    "llama-biased": replace(catalog.model("llama-tiny"), bias=True, kv_heads=1, head_dim=24),
-    "llama-3.1": replace(
-        catalog.model("llama-tiny"),
-        positions=Positions(
-            kind="rope", theta=5e5, scaling=RopeScaling(kind="llama3", factor=8, original_length=8)
-        ),
-    ),
-    "llama-linear": replace(
-        catalog.model("llama-tiny"),
-        positions=Positions(kind="rope", scaling=RopeScaling(kind="linear", factor=2.0)),
-    ),
-    "llama-attention-biased": replace(
-        catalog.model("llama-tiny"), qkv_bias=True, out_bias=True, family="llama"
-    ),
-    "mistral": replace(catalog.model("llama-tiny"), window=SEQ_LEN, head_dim=32),
-    "qwen2": replace(catalog.model("qwen-tiny"), qk_norm="none", head_dim=None),
-    "qwen2-untied": replace(catalog.model("qwen-tiny"), qk_norm="none", tied=False, kv_heads=4),
-    "qwen3": replace(catalog.model("qwen-tiny"), qkv_bias=None),
-    "qwen3-biased": replace(catalog.model("qwen-tiny"), out_bias=True, tied=False),
-    "olmo2": catalog.model("olmo2-tiny"),
-    "olmo2-one-key": replace(catalog.model("olmo2-tiny"), kv_heads=1, tied=True, norm_eps=1e-5),
-    "gpt": catalog.model("gpt-tiny"),
-    "gpt-untied": replace(catalog.model("gpt-tiny"), tied=False, ffn=96, norm_eps=1e-3),
-    "mpt-learned": catalog.model("mpt-tiny"),
-    "mpt-alibi": replace(
-        catalog.model("mpt-tiny"),
-        positions=Positions(kind="alibi"),
-        norm="layernorm-nobias",
-        bias=False,
+    "deepseek-v3": tiny("deepseek"),
+    "llama": tiny("llama"),
+    "llama-tied": tiny("llama", tied=True),
+    "llama-biased": tiny("llama", bias=True, kv_heads=1, head_dim=24),
+    "llama-3.1": tiny("llama", positions=rope("llama3", factor=8, original_length=8)),
+    "llama-linear": tiny("llama", positions=replace(rope("linear", factor=2.0), theta=1e4)),
+    "llama-attention-biased": tiny("llama", qkv_bias=True, out_bias=True, family="llama"),
+    "mistral": tiny("llama", window=SEQ_LEN, head_dim=32),
+    "qwen2": tiny("qwen", qk_norm="none", head_dim=None),
+    "qwen2-untied": tiny("qwen", qk_norm="none", tied=False, kv_heads=4),
+    "qwen3": tiny("qwen", qkv_bias=None),
+    "qwen3-biased": tiny("qwen", out_bias=True, tied=False),
+    "olmo2": tiny("olmo2"),
+    "olmo2-one-key": tiny("olmo2", kv_heads=1, tied=True, norm_eps=1e-5),
+    "gpt": tiny("gpt"),
+    "gpt-untied": tiny("gpt", tied=False, ffn=96, norm_eps=1e-3),
+    "mpt-learned": tiny("mpt"),
+    "mpt-alibi": tiny(
+        "mpt", positions=Positions(kind="alibi"), norm="layernorm-nobias", bias=False
     ),
     "mpt-six-heads": catalog.shape(
         "mpt", layers=2, hidden=48, heads=6, vocab=64, bias=False, norm="layernorm-nobias",

@@ -28,17 +28,8 @@ def measure(kind: Kind, ask: Ask, folder: Path) -> TraceMeasure:
 
 
 def ask(attention: str, **changes: object) -> Ask:
-    fields = {
-        "tokens": 256,
-        "hidden": 256,
-        "heads": 8,
-        "kv_heads": 4,
-        "ffn": 128,
-        "layers": 2,
-        "layout": WORLD,
-        "dtype": "fp32",
-        "attention": attention,
-    }
+    fields = {"tokens": 256, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 128, "layers": 2}
+    fields |= {"layout": WORLD, "dtype": "fp32", "attention": attention}
     return Ask(**(fields | changes))  # type: ignore[arg-type]
 
 
