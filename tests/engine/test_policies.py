@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import CPU
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import RankCount
-from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -28,12 +28,12 @@ from tests.specs import run_spec
 HEAVY = shape("llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)
 # Activations outweigh weights here.
 LONG = shape("llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=64)
-FP32 = Policy(precision="fp32")
 
 
 @functools.cache
-def count(model, layout: str, batch: Batch, policy: Policy, rank: int = 0) -> RankCount:
-    return count_rank(run_spec(model, layout, batch=batch, policy=policy), rank)
+def count(model, layout: str, **fields: Any) -> RankCount:
+    usual = {} if "policy" in fields else {"precision": "fp32"}
+    return count_rank(run_spec(model, layout, **(usual | fields)), 0)
 
 
 def traffic(counted: RankCount, axis: str) -> dict[str, int]:
@@ -41,13 +41,12 @@ def traffic(counted: RankCount, axis: str) -> dict[str, int]:
 
 
 def peaks(layout: str, micros: int, **fields: str) -> list[int]:
-    batch = Batch(seq_len=16, micro_batch=1, global_batch=4 * micros)
-    zeros = ("zero0", "zero1", "zero2", "zero3")
+    sizes = {"seq_len": 16, "global_batch": 4 * micros}
     # Two layers a stage: of one, a sharded gradient and the buffer it is reduced from are all.
     heavy = replace(HEAVY, layers=HEAVY.layers * Layout.parse(layout).pp)
     return [
-        count(heavy, layout, batch, replace(FP32, sharding=zero, **fields)).peak_bytes
-        for zero in zeros
+        count(heavy, layout, sharding=f"zero{zero}", **sizes, **fields).peak_bytes
+        for zero in range(4)
     ]
 
 
@@ -63,14 +62,13 @@ def test_with_one_micro_batch_gradients_are_reduced_at_once_either_way():
 
 
 def test_sharding_changes_what_is_sent_how_often():
-    batch = Batch(seq_len=16, micro_batch=1, global_batch=8)
-    calls = {
-        zero: {
-            line.op: line.calls
-            for line in count(HEAVY, "dp4", batch, replace(FP32, sharding=zero)).comm
-            if line.axis == "dp"
-        }
+    counted = {
+        zero: count(HEAVY, "dp4", sharding=zero, seq_len=16, global_batch=8).comm
         for zero in ("zero0", "zero1", "zero2", "zero3")
+    }
+    calls = {
+        zero: {line.op: line.calls for line in comm if line.axis == "dp"}
+        for zero, comm in counted.items()
     }
     groups, micros = HEAVY.layers + 1, 2  # every layer, and what is left
     assert "reduce-scatter" not in calls["zero0"]
@@ -83,11 +81,11 @@ def test_sharding_changes_what_is_sent_how_often():
 
 def test_context_parallel_kinds_send_what_they_should():
     ranks, seq_len, wide = 4, 64, 4  # fp32
-    batch = Batch(seq_len=seq_len, micro_batch=2, global_batch=2)
+    sizes = {"seq_len": seq_len, "micro_batch": 2, "global_batch": 2}
     tokens = 2 * seq_len // ranks
     layers, kv = LONG.layers, 2 * tokens * LONG.kv_width * wide
     sent = {
-        kind: traffic(count(LONG, "cp4", batch, replace(FP32, cp_kind=kind)), "cp")
+        kind: traffic(count(LONG, "cp4", cp_kind=kind, **sizes), "cp")
         for kind in ("ring", "allgather", "ulysses")
     }
     # Keys and values hop P-1 times each way, their gradients P times (home again).
@@ -103,9 +101,9 @@ def test_context_parallel_kinds_send_what_they_should():
 
 
 def test_sequence_parallelism_gathers_and_scatters_where_tensor_parallelism_sums():
-    batch = Batch(seq_len=64, micro_batch=2, global_batch=2)
-    on = traffic(count(LONG, "tp2", batch, FP32), "tp")
-    off = traffic(count(LONG, "tp2", batch, replace(FP32, sequence_parallel=False)), "tp")
+    sizes = {"seq_len": 64, "micro_batch": 2, "global_batch": 2}
+    on = traffic(count(LONG, "tp2", **sizes), "tp")
+    off = traffic(count(LONG, "tp2", sequence_parallel=False, **sizes), "tp")
     activation = 2 * 64 * LONG.hidden * 4
     # Forward: two gathers a layer and one before the logits; backward: the scatters' gathers, and
     # the embedding's. Scatters are their mirror.
@@ -116,8 +114,8 @@ def test_sequence_parallelism_gathers_and_scatters_where_tensor_parallelism_sums
 
 
 def held(schedule: str, micros: int, layout: str = "pp2") -> int:
-    batch = Batch(seq_len=256, micro_batch=1, global_batch=micros)
-    return count(LONG, layout, batch, replace(FP32, schedule=schedule)).activation_bytes
+    found = count(LONG, layout, seq_len=256, global_batch=micros, schedule=schedule)
+    return found.activation_bytes
 
 
 def test_gpipe_holds_every_micro_batch_and_1f1b_no_more_than_stages():
@@ -132,9 +130,9 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_no_more_than_stages():
 @pytest.mark.parametrize(("kind", "share"), [("full", 1.0), ("every-2", 0.5)])
 def test_recompute_adds_exactly_the_forward_flops_of_its_layers(kind, share):
     """But for the last product of a layer: nothing in the backward pass needs its result."""
-    batch = Batch(seq_len=64, micro_batch=2, global_batch=4)
-    none = count(LONG, "dp1", batch, FP32)
-    again = count(LONG, "dp1", batch, replace(FP32, recompute=kind))
+    sizes = {"seq_len": 64, "micro_batch": 2, "global_batch": 4}
+    none = count(LONG, "dp1", **sizes)
+    again = count(LONG, "dp1", recompute=kind, **sizes)
     tokens = 4 * 64
     products = 2 * tokens * (layer_matmul_params(LONG) - LONG.ffn * LONG.hidden)
     attention = 4 * tokens * 64 * LONG.attention_width  # every pair is counted, masked or not
@@ -144,9 +142,7 @@ def test_recompute_adds_exactly_the_forward_flops_of_its_layers(kind, share):
 
 def test_chunked_loss_holds_a_part_of_the_logits():
     wide = replace(LONG, vocab=4096)
-    batch = Batch(seq_len=256, micro_batch=1, global_batch=1)
-    whole = count(wide, "dp1", batch, FP32)
-    parts = count(wide, "dp1", batch, replace(FP32, loss_chunks=8))
+    whole, parts = (count(wide, "dp1", seq_len=256, loss_chunks=n) for n in (1, 8))
     logits = 256 * 4096 * 4
     assert whole.activation_bytes - parts.activation_bytes > 2 * logits
     assert parts.flops - whole.flops == 2 * 256 * 4096 * LONG.hidden
@@ -156,7 +152,7 @@ def test_chunked_loss_holds_a_part_of_the_logits():
 @pytest.mark.parametrize("precision", [name for name in BUNDLES if name not in ("fp8", "fp4")])
 def test_every_format_is_held_in_its_own_size(precision):
     policy = Policy(precision=precision, sharding="zero1")
-    counted = count(HEAVY, "dp2", Batch(seq_len=16, micro_batch=1, global_batch=4), policy)
+    counted = count(HEAVY, "dp2", seq_len=16, global_batch=4, policy=policy)
     kinds = {kind.name: kind.bytes for kind in counted.kinds}
     sizes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
     dtypes = policy.dtypes

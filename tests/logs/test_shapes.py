@@ -26,22 +26,13 @@ def listed(*pairs: tuple[str, object], width: int = 48) -> str:
 @pytest.mark.parametrize(
     ("text", "label", "rest"),
     [
-        (
-            "(head, rank=0, pid=381) [1,0]<stdout>:#  size",
-            "(head, rank=0, pid=381)[1,0]<stdout>:",
-            "#  size",
-        ),
-        (
-            "(worker1, rank=1, pid=27, ip=10.0.0.2)  a: 1",
-            "(worker1, rank=1, pid=27, ip=10.0.0.2)",
-            " a: 1",
-        ),
+        ("(head, rank=0, pid=381) [1,0]<stdout>:#  size",
+         "(head, rank=0, pid=381)[1,0]<stdout>:", "#  size"),
+        ("(worker1, rank=1, pid=27, ip=10.0.0.2)  a: 1",
+         "(worker1, rank=1, pid=27, ip=10.0.0.2)", " a: 1"),
         ("(TrainWorker pid=90, ip=10.0.0.9) step", "(TrainWorker pid=90, ip=10.0.0.9)", "step"),
-        (
-            "[pod/train-0/main] 2025-01-02T03:04:05.678901234Z model:",
-            "[pod/train-0/main]",
-            "model:",
-        ),
+        ("[pod/train-0/main] 2025-01-02T03:04:05.678901234Z model:",
+         "[pod/train-0/main]", "model:"),
         ("2025-01-02T03:04:05.678Z   d_model: 512", "", "  d_model: 512"),
         ("[2025-01-02 03:04:05] iteration", "", "iteration"),
         ("pretrain/0 [default0]:[rank0]:x", "pretrain/0[default0]:[rank0]:", "x"),
@@ -50,11 +41,8 @@ def listed(*pairs: tuple[str, object], width: int = 48) -> str:
         ("fp16: true", "", "fp16: true"),
         ("  hidden_size: 64", "", "  hidden_size: 64"),
         ("[1, 2, 3]", "", "[1, 2, 3]"),
-        (
-            "2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x",
-            "",
-            "2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x",
-        ),
+        ("2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x", "",
+         "2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x"),
     ],
 )  # fmt: skip
 def test_marks_of_launchers(text: str, label: str, rest: str) -> None:
