@@ -71,6 +71,8 @@ def test_the_whole_file_is_a_run(tmp_path):
     run = described(["--spec", str(tmp_path / "run.toml"), "--set", "policy.compile=true"])
     assert (str(run.layout), run.policy.compile) == ("pp2 dp1 cp1 tp2", True)
     assert (run.memory_limit, run.start_limit_s) == (2 * 2**30, 600.0)
+    assert run.policy.precision == "bf16-mixed"
+    assert run.batch.micro_sizes(16) == (3, 3, 3, 3, 3, 1)
 
 
 def test_text_stays_text():

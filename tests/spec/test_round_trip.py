@@ -125,33 +125,6 @@ def test_a_newer_file_is_refused_and_says_so() -> None:
         codec.load(Batch, {"schema": 99, "seq_len": 1})
 
 
-def test_run_file_of_the_documentation() -> None:
-    run = codec.from_toml(
-        RunSpec,
-        """
-        model = "llama-tiny"
-        gpus = 4
-        steps = 6
-        warmup = 2
-        memory_limit = "2GiB"
-        [layout]
-        tp = 2
-        pp = 2
-        [batch]
-        seq_len = 128
-        micro_batch = 3
-        global_batch = 16
-        [policy]
-        precision = "bf16"
-        recompute = "none"
-        """,
-    )
-    assert run.layout == Layout(pp=2, tp=2)
-    assert run.policy.precision == "bf16-mixed"
-    assert run.memory_limit == 2**31
-    assert run.batch.micro_sizes(16) == (3, 3, 3, 3, 3, 1)
-
-
 @given(runs(), names)
 def test_run_id_ignores_notes_and_defaults_only(run: RunSpec, note: str) -> None:
     assert dataclasses.replace(run, note=note, tag="a tag").run_id == run.run_id
