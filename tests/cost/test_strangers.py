@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit.calibration import shipped
-from fourfold.cost.fit.coefficients import defaults
+from fourfold.cost.fit.coefficients import BY_NAME, TIME, defaults
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
-from fourfold.cost.fit.interval import StepInterval
+from fourfold.cost.fit.interval import HOST, SCATTER, TWO_SIDED_80, StepInterval
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.ops.ends import SENT_ALONE
 from fourfold.cost.step.estimate import (
@@ -172,11 +172,28 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
         low, high = StepInterval(c, replace(entry, **changes), times).ends_s
         return float(np.log(high[0] / low[0]))
 
-    assert width() > width(ranges={}) > width(ranges={}, noise=0.03, rows_time=400)
-    assert width(ranges={}, noise=0.03, rows_time=4) > width(ranges={}, noise=0.03, rows_time=400)
+    some, every = dict.fromkeys(("gemm", "flash"), 0.9), dict.fromkeys(TIME, 1.0)
+    assert width() > width(ranges={}) > width(ranges={}, rows_time=40)
+    assert width(rows_time=40) > width(rows_time=40, informed=some)
+    known = {"ranges": {}, "informed": every, "noise": 0.02}
+    assert width(**known) == pytest.approx(2.0 * SCATTER * 0.02)
     assert "nothing of this stack was measured" in StepInterval(c, entry, times).why_wide()[0]
     assert "nothing measured within" in StepInterval(c, entry, times).why_wide()[0]
-    assert StepInterval(c, replace(entry, ranges={}, noise=0.02), times).why_wide() == [""]
+    assert StepInterval(c, replace(entry, **known), times).why_wide() == [""]
+
+
+def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:
+    """Against the step with the coefficient moved; one that a run does not use adds nothing."""
+    c = run(2, tp=[1, 8], dp=[64, 8], gpus=64, pp=1, vpp=1)
+    every = dict.fromkeys(TIME, 1.0)
+    entry = replace(shipped().entry("nobody-2024", "nowhere", "h")[0], ranges={}, noise=1e-6)
+    times = estimate(c, entry.coefficients)
+    half = StepInterval(c, replace(entry, informed=every | {"nvlink": 0.75}), times).half
+    sd = 0.5 * BY_NAME["nvlink"].spread  # a quarter of the variance is left
+    slower = {**entry.coefficients, "nvlink": entry.coefficients["nvlink"] * np.exp(-0.01)}
+    slope = np.log(estimate(c, slower).step_s / times.step_s) / 0.01
+    assert half == pytest.approx(TWO_SIDED_80 * sd * slope, rel=0.02, abs=1e-5)
+    assert half[0] < 1e-4 < 0.005 < half[1]
 
 
 def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
@@ -184,11 +201,11 @@ def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
     entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
     entry = replace(entry, ranges={})
     times = estimate(c, entry.coefficients)
-    low, high = np.log(np.stack(StepInterval(c, entry, times).ends_s) / times.step_s)
-    assert high[0] - low[0] > 1.5 * (high[1] - low[1])
-    measured = replace(entry, rows_time=400)
-    low, high = np.log(np.stack(StepInterval(c, measured, times).ends_s) / times.step_s)
-    assert high[0] - low[0] == pytest.approx(high[1] - low[1])
+    half = StepInterval(c, entry, times).half
+    assert half[0] > 1.5 * half[1]
+    known = StepInterval(c, replace(entry, informed=dict.fromkeys(HOST, 1.0)), times).half
+    assert known[0] < 0.7 * half[0]
+    assert known[1] == pytest.approx(half[1], rel=0.02)
     small, large = StepInterval(c, entry, times).why_wide()
     assert "its host decides" in small
     assert "host" not in large

@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
-from fourfold.cost.fit.interval import TWO_SIDED_80, choices, half_width
+from fourfold.cost.fit.interval import TWO_SIDED_80, choices, scatter
 from fourfold.cost.fit.ranges import axes
 from fourfold.cost.memory.peak import fit_chance, moved_coefficients, moves
 from fourfold.cost.predict import playable, predictions
@@ -105,15 +105,12 @@ LOOKED_AT = 24  # of the first layouts: which may be best
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 REPEATS = 0.01
-# What layouts of one stack that nobody measured err apart; the rest of its doubt moves all alike.
-APART = 0.08
 
 
 def tie_width(entry: FittedStack) -> float:
-    """Log ratio of two predictions below which their order is right less than 4 times in 5."""
-    sd = half_width(entry) / TWO_SIDED_80
-    sd = max(REPEATS, sd if entry.rows_time else min(sd, APART))
-    return ONE_SIDED_80 * sqrt(2.0) * sd
+    """Log ratio of two predictions below which their order is right less than 4 times in 5: what is
+    open of coefficients moves both."""
+    return ONE_SIDED_80 * sqrt(2.0) * max(REPEATS, scatter(entry) / TWO_SIDED_80)
 
 
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:

@@ -30,9 +30,9 @@ MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
 # A coefficient further from its default is a slip, and overflows what uses it.
 WIDEST_FACTOR = 1e6
-# Half of an 80% interval (log) of a stack that nobody measured here: its engine was, on another
-# machine; or neither was. Measured on folds that leave out as much (docs/accuracy.md).
-ELSEWHERE, NOWHERE = 0.21, 0.24
+# What no coefficient explains (log) of a stack that nobody measured here: its engine was measured
+# elsewhere; or neither; of runs with experts so much more. Set on folds (docs/accuracy.md).
+ELSEWHERE, NOWHERE, ROUTED = 0.08, 0.11, 1.8
 # What a prediction rests on: runs of this stack on this machine; on one like it, or of other sizes;
 # of this engine elsewhere, or of others on this generation of GPU; formulas and data sheets.
 Provenance = Literal["measured", "near", "blended", "physics"]
@@ -135,7 +135,7 @@ class Calibration:
             blended,
             basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
-            noise=ELSEWHERE if elsewhere else NOWHERE,
+            noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if has_experts(stack) else 1.0),
             ranges=joined_ranges([entry.ranges for entry in kin]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"

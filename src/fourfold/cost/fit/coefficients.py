@@ -23,6 +23,8 @@ class Coefficient:
     about: str
 
 
+TIGHT = 0.7  # a prior's spread around similar stacks, against that around defaults
+
 # fmt: off
 _ROWS = (
     ("gemm", "time", 0.82, 0.1, 0.3, 1.1, "share of the sustained peak a large GEMM reaches"),

@@ -14,20 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import FittedStack, blend, states
-from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
+from fourfold.cost.fit.calibration import ROUTED, FittedStack, blend, states
+from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIGHT, TIME
 from fourfold.cost.fit.folds import Places, Sample, joined_samples
 from fourfold.cost.fit.interval import counts
 from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
-from fourfold.cost.stacks import stack_defaults
+from fourfold.cost.stacks import has_experts, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
 
 MOST_TIME, MOST_MEMORY = 6, 3
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
-TIGHT = 0.7  # stacks vary less around similar stacks than around the prior
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
@@ -222,19 +221,20 @@ def _timed(entry: FittedStack, rows: Sample, left: Floats) -> FittedStack:
     return replace(
         entry,
         rows_time=len(rows),
-        noise=noise_of(left, free=len(entry.free_time)),
+        noise=noise_of(left, len(entry.free_time), is_routed=has_experts(entry.stack)),
         ranges=ranges(rows.columns) if len(rows) >= FEWEST_FOR_RANGE else {},
         counts=counts(rows.columns),
     )
 
 
-def noise_of(left: Floats, free: int) -> float:
+def noise_of(left: Floats, free: int, *, is_routed: bool = False) -> float:
     """Robust size of what a fit of so many free coefficients leaves, with a usual one as so many
     rows more: few rows cannot tell."""
     count = left.size
     used = count / max(count - free, count / 2.0)
     own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
-    return float(np.sqrt((count * own + USUAL_ROWS * USUAL_NOISE**2) / (count + USUAL_ROWS)))
+    usual = USUAL_NOISE * (ROUTED if is_routed else 1.0)
+    return float(np.sqrt((count * own + USUAL_ROWS * usual**2) / (count + USUAL_ROWS)))
 
 
 def _sized(entry: FittedStack, rows: Sample, _: Floats) -> FittedStack:

@@ -1,10 +1,10 @@
 """How sure a prediction is, and which choices of a run were measured: evidence by name.
 
-The 80% interval has one conformal factor per situation. Where this stack was measured on this
-machine it is a multiple of what no coefficient explains of its rows; where only its engine was,
-elsewhere, or neither, one width (calibration.ELSEWHERE, NOWHERE). It grows beyond measured ranges,
-and by what an unstated network, or a host nobody measured, may do. A choice is something a planner
-can take or leave (virtual stages, ZeRO-3, Ulysses), not a size.
+Half of the 80% interval (log) is what no coefficient explains of a stack's rows, and what rows left
+open of each coefficient, by how much this run depends on it (memory's is made so, too): of a stack
+that nobody measured here all is open. It grows beyond measured ranges, and by what an unstated
+network may do. A choice is something a planner can take or leave (virtual stages, ZeRO-3, Ulysses),
+not a size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack, Provenance
+from fourfold.cost.fit.coefficients import BY_NAME, TIGHT, TIME
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.stacks import has_experts
 from fourfold.cost.step.estimate import Times, estimate
@@ -26,24 +27,31 @@ from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 Bools = NDArray[np.bool_]
 Ends = tuple[Floats, Floats]
 TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
-# Half widths (log) at 80%: of measured stacks, in units of their noise, with what few rows leave
-# open (by the root of their number); of a doubling beyond measured ranges.
-MEASURED, FEW_ROWS, PER_DOUBLING = 1.9, 0.1, 0.05
-# Of runs with experts: where their stack was not measured, and where it was (docs/accuracy.md).
-ROUTED_WIDER = (2.2, 1.25)
+# Half widths (log) at 80%, set on folds (docs/accuracy.md): of what no coefficient explains, in its
+# noise; of a doubling beyond measured ranges, where formulas may be wrong.
+SCATTER, PER_DOUBLING = 1.5, 0.02
+ROUTED_SCATTER = 1.4  # of runs with experts, whose errors have longer tails
+STEP = 1e-3  # of the logarithm of a coefficient
 # Bytes/s of a node's network where nobody states it: the tenth and the ninetieth percentile of 25
 # to 400 GB/s, even by logarithm.
 SLOW_NET, FAST_NET = 33e9, 303e9
-# What depends on the host's speed, and how far (log) a host is from the usual one in 80% of cases.
-HOST, HOST_SPREAD = ("host_s", "fixed_s"), 0.64
+# Coefficients of a host's speed.
+HOST = ("host_s", "fixed_s", "moe_host_s")
 
 
-def half_width(entry: FittedStack) -> float:
-    """Of the interval (log) of a run within what was measured, its network known."""
-    wider = ROUTED_WIDER if has_experts(entry.stack) else (1.0, 1.0)
-    if not entry.rows_time:
-        return wider[0] * entry.noise
-    return wider[1] * MEASURED * float(np.hypot(entry.noise, FEW_ROWS / np.sqrt(entry.rows_time)))
+def sensitivities(c: Columns, entry: FittedStack) -> Floats:
+    """[rows, coefficients] d log(step) / d log(coefficient) in units of its prior's spread."""
+    coef = {name: np.full((len(TIME) + 1, 1), value) for name, value in entry.coefficients.items()}
+    for i, name in enumerate(TIME):
+        coef[name][i] *= np.exp(STEP)
+    steps = np.log(np.broadcast_to(estimate(c, coef).step_s, (len(TIME) + 1, len(c))))
+    spread = np.array([BY_NAME[name].spread for name in TIME])
+    return ((steps[:-1] - steps[-1]) / STEP).T * spread
+
+
+def scatter(entry: FittedStack) -> float:
+    """Half an interval (log) of runs whose coefficients are all known."""
+    return SCATTER * (ROUTED_SCATTER if has_experts(entry.stack) else 1.0) * entry.noise
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class StepInterval:
     @cached_property
     def ends_s(self) -> Ends:
         """(low, high) seconds that hold 80% of measured runs."""
-        below, above = (square.copy() for square in self._squares)
+        below, above = self.half**2, self.half**2
         if np.any(self._is_net_open):
             faster, slower = _net_moves(self.c.take(self._is_net_open), self.entry)
             below[self._is_net_open] += faster**2
@@ -66,17 +74,21 @@ class StepInterval:
         return step_s * np.exp(-np.sqrt(below)), step_s * np.exp(np.sqrt(above))
 
     @cached_property
-    def _squares(self) -> Ends:
-        """Squared widths below and above, the network known."""
-        total = np.full(len(self.c), half_width(self.entry) ** 2)
+    def half(self) -> Floats:
+        """Half of the interval (log), the network known."""
+        total = scatter(self.entry) ** 2 + (self._doubts**2).sum(axis=1)
         for away in offsets(self.c, self.entry.ranges).values():
             total = total + (PER_DOUBLING * away) ** 2
-        faster, slower = self._host_moves
-        return total + faster**2, total + slower**2
+        return np.sqrt(total)
 
     @cached_property
-    def _host_moves(self) -> Ends:
-        return _host_moves(self.c, self.entry)
+    def _doubts(self) -> Floats:
+        """[runs, coefficients] half widths (log) by what is open of each."""
+        entry = self.entry
+        open_share = np.array([1.0 - entry.informed.get(name, 0.0) for name in TIME])
+        # Stacks vary less around similar ones than around what is usual.
+        scale = TWO_SIDED_80 * (TIGHT if entry.rows_time else 1.0)
+        return scale * np.sqrt(open_share) * sensitivities(self.c, entry)
 
     @cached_property
     def _is_net_open(self) -> Bools:
@@ -90,10 +102,9 @@ class StepInterval:
         if not np.any(self._is_net_open):
             return found
         low, high = (end / self.times.step_s - 1.0 for end in self.ends_s)
-        below, above = map(np.sqrt, self._squares)
         for i in np.flatnonzero(self._is_net_open):
             before = f"{low[i]:+.0%} to {high[i]:+.0%}"
-            after = f"{np.expm1(-below[i]):+.0%} to {np.expm1(above[i]):+.0%}"
+            after = f"{np.expm1(-self.half[i]):+.0%} to {np.expm1(self.half[i]):+.0%}"
             if before != after:
                 found[i] = f"network not stated: stating it would narrow {before} to {after}"
         return found
@@ -102,14 +113,18 @@ class StepInterval:
         """What makes the interval of each run wide; '' where it is not."""
         low, high = self.ends_s
         unstated, away = self.open_network(), offsets(self.c, self.entry.ranges)
-        _, slower = self._host_moves
+        doubts = np.abs(self._doubts)
+        host = np.sqrt((doubts[:, [TIME.index(name) for name in HOST]] ** 2).sum(axis=1))
         unmeasured = ["nothing of this stack was measured on this machine"]
         found = []
         for i in range(len(self.c)):
             reasons = [] if self.entry.rows_time else [*unmeasured]
             reasons += [unstated[i]] if unstated[i] else []
-            if slower[i] > WIDE:
+            if host[i] > WIDE:
                 reasons.append("its host decides, whose speed is not known")
+            elif doubts[i].max() > 0.5 * WIDE:
+                about = BY_NAME[TIME[int(doubts[i].argmax())]].about
+                reasons.append(f"not known here: {about}")
             far = {name: abs(float(one[i])) for name, one in away.items()}
             worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
             for name in worst[:2]:
@@ -118,17 +133,6 @@ class StepInterval:
             is_wide = np.log(high[i] / low[i]) >= 2.0 * WIDE
             found.append(("; ".join(reasons) or "its measured runs scatter") if is_wide else "")
         return found
-
-
-def _host_moves(c: Columns, entry: FittedStack) -> Ends:
-    """How much less and more (log) a step takes with a fast and with a slow host, if none of this
-    stack here was measured; nothing where the device takes far longer."""
-    if entry.rows_time:
-        return np.zeros(len(c)), np.zeros(len(c))
-    coef, factors = entry.coefficients, np.exp([[-HOST_SPREAD], [0.0], [HOST_SPREAD]])
-    moved = coef | {name: coef[name] * factors for name in HOST}
-    fast, usual, slow = np.log(estimate(c, moved).step_s)
-    return usual - fast, slow - usual
 
 
 def _net_moves(c: Columns, entry: FittedStack) -> Ends:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from math import hypot, log1p
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.coefficients import BY_NAME, defaults
+from fourfold.cost.fit.coefficients import BY_NAME, TIME, defaults
+from fourfold.cost.fit.interval import SCATTER
 from fourfold.result.points import (
     CPU_FLASH,
     AttentionPoint,
@@ -120,10 +121,11 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     coef = defaults()
     if profile.device == "cpu":
         coef |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
-    coef |= coefficients_of(profile)
+    measured = coefficients_of(profile)
+    coef |= measured
     for name, value in coef.items():
         coef[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
-    half = HALF_WIDTH[profile.device]
+    host, half = host_coefficients(profile, cluster.host_gpus), HALF_WIDTH[profile.device]
     if profile.hosts:
         unsteady = point_of(profile, cluster.host_gpus).unsteady
         half = hypot(_HOST_HALF_WIDTH, log1p(unsteady))
@@ -131,8 +133,9 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
         stack="fourfold",
         cluster=cluster.name,
         generation=generation_of(cluster.device),
-        coefficients=coef | host_coefficients(profile, cluster.host_gpus),
-        noise=half,
+        coefficients=coef | host,
+        informed=dict.fromkeys((name for name in measured | host if name in TIME), 1.0),
+        noise=half / SCATTER,
     )
     return Calibration(
         name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)

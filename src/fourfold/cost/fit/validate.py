@@ -21,28 +21,15 @@ import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack, settled
-from fourfold.cost.fit.coefficients import BY_NAME, TIME
 from fourfold.cost.fit.fit import NOTHING, fit_entries, fit_many
 from fourfold.cost.fit.folds import AXES, FOLDS, Bools, folds, keys_of, left_out, sample
+from fourfold.cost.fit.interval import sensitivities
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
 NOISE = 0.05  # log error of one measured run under a good model
-STEP = 1e-3
-
-
-def sensitivities(c: Columns, entry: FittedStack) -> Floats:
-    """[rows, coefficients] d log(step) / d log(coefficient) in units of its prior's spread."""
-    base = np.log(estimate(c, entry.coefficients).step_s)
-    found = []
-    for name in TIME:
-        moved = {**entry.coefficients, name: entry.coefficients[name] * np.exp(STEP)}
-        slope = (np.log(estimate(c, moved).step_s) - base) / STEP
-        found.append(slope * BY_NAME[name].spread)
-    return np.stack(found, axis=1)
 
 
 def suggest(c: Columns, entry: FittedStack, count: int) -> list[int]:
