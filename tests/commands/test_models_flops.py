@@ -100,3 +100,11 @@ def test_one_line_of_one_question() -> None:
 def test_an_unknown_engine_is_named() -> None:
     with pytest.raises(UserError, match="did you mean 'megatron'"):
         fourfold.support(SupportRequest(model="mpt-7b", engine="megatrn"))
+
+
+def test_fp8_products_in_a_bf16_run_are_measured_against_the_fp8_peak(cli) -> None:
+    words = ("flops", "--model", "llama-3.1-8b", "--seq-len", "4096", "--tokens-per-s", "100000",
+             "--gpus", "8", "--gpu", "h100-80gb")  # fmt: skip
+    said = cli(*words, "--set", "policy.compute_dtype=fp8")
+    assert said == cli(*words, "--precision", "fp8")
+    assert "; fp8, recompute none; GPUs: 8 of h100-80gb at 1979 TFLOP/s dense" in said

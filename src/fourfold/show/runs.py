@@ -169,7 +169,7 @@ def demo_page(answer: Demo) -> list[Part]:
         runs,
         "",
         f"{chosen.model}, {counted(batch.global_batch, 'sequence')} of {batch.seq_len} tokens, "
-        f"{chosen.policy.precision}; {counted(chosen.ranks, 'rank')}"
+        f"{chosen.policy.precision_name}; {counted(chosen.ranks, 'rank')}"
         f" on {answer.cluster.device.name}",
         "predicted from kernels and links measured a minute ago, before any step was run; "
         "'fourfold fit' learns from runs",

@@ -235,7 +235,7 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
         tp=tp,
         seq_len=query.batch.seq_len,
         micro_batches="best",
-        precision=query.policy.precision,
+        precision=query.policy.precision_name,
         attention=query.policy.attention,
         calibration=query.no_rows or counted(query.entry.rows_time, "measured row"),
         shapes=compare(query, models, tokens=tokens),

@@ -173,7 +173,7 @@ class TemplateRuns:
             "seq_len": spec.batch.seq_len,
             "micro_batch": spec.batch.micro_batch,
             "global_batch": spec.batch.global_batch,
-            "precision": spec.policy.precision,
+            "precision": spec.policy.precision_name,
             "sharding": spec.policy.sharding,
             "recompute": spec.policy.recompute,
             **spec.layout.sizes,

@@ -255,7 +255,7 @@ def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
     model, batch, policy = spec.model, spec.batch, spec.policy
     speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)
     device = catalog.device(request.gpu) if request.gpu is not None else None
-    peak = device.peak(policy.precision) if device else None
+    peak = device.peak(policy.precision_name) if device else None
     speed_gpu = None if speed is None else speed / spec.gpus
     return Flops(
         model=model.name,
@@ -263,7 +263,7 @@ def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
         active_params=active_params(model, batch.seq_len).all if model.moe else None,
         seq_len=batch.seq_len,
         gpus=spec.gpus,
-        precision=policy.precision,
+        precision=policy.precision_name,
         recompute=policy.recompute,
         window=model.window if windowed(model, batch.seq_len) else None,
         gpu=device.id if device else None,

@@ -93,7 +93,7 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
             "n_heads": spec.model.heads, "seq_len": spec.batch.seq_len, "n_gpus": spec.gpus,
             **layout.sizes,
             "mbs": spec.batch.micro_batch, "gbs": spec.batch.global_batch,
-            "precision": spec.policy.precision, "act_ckpt": spec.policy.recompute,
+            "precision": spec.policy.precision_name, "act_ckpt": spec.policy.recompute,
             "status": report.outcome,
         }  # fmt: skip
         for name, value in cells.items():
