@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +14,16 @@ import pytest
 
 import fourfold
 from fourfold.commands.fit import fold_tables
-from fourfold.cost.fit.accuracy import FoldScore, Score
+from fourfold.cost.fit.accuracy import FoldScore, Score, group_labels, timed_rows
 from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
-from fourfold.cost.fit.validate import left_out_of
+from fourfold.cost.fit.validate import held_out, left_out_of
 from fourfold.cost.stacks import family_of
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.events import OnEvent
+from fourfold.search.alternatives import tie_width
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
 
@@ -130,3 +132,25 @@ def test_two_tables_with_rows_of_one_source_keep_their_own_numbers() -> None:
     assert [tuple(row[:5]) for row in sources.rows] == [
         ("mpt", "139", "2.5", "-", "4.0"), ("mpt", "3", "30.0", "-", "-")
     ]  # fmt: skip
+
+
+def test_layouts_a_tie_apart_are_in_order_four_times_in_five() -> None:
+    """Layouts left out; nearer ones are nearer to a coin flip, further ones are sure."""
+    rows = table("par4d")
+    width = {e.key: tie_width(e) for e in fit_entries(sample([rows]))}
+    answers, keys, labels = held_out(rows, ()), keys_of(rows), group_labels(rows)
+    ties, is_right = [], []
+    for i, j in itertools.combinations(np.flatnonzero(timed_rows(rows, answers)), 2):
+        measured = np.log(rows.step_s[i] / rows.step_s[j])
+        if labels[i] != labels[j] or abs(measured) < 0.005:
+            continue
+        predicted = np.log(answers.step_s[i] / answers.step_s[j])
+        ties.append(abs(predicted) / width[keys[i]])
+        is_right.append(predicted * measured > 0)
+    apart, right = np.array(ties), np.array(is_right)
+    near, tied, far = (
+        right[(apart > low) & (apart < high)] for low, high in ((0.0, 0.5), (0.7, 1.3), (2.0, 99.0))
+    )
+    assert min(len(near), len(tied), len(far)) > 30
+    assert 0.5 < near.mean() < 0.8
+    assert 0.7 < tied.mean() < 0.95 < far.mean()

@@ -105,12 +105,16 @@ LOOKED_AT = 24  # of the first layouts: which may be best
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 REPEATS = 0.01
+# What layouts of one stack that nobody measured err apart; the rest of its doubt moves all alike.
+APART = 0.08
 
 
 def tie_width(entry: FittedStack) -> float:
     """Log ratio of two predictions below which their order is right less than 4 times in 5: what is
     open of coefficients moves both."""
-    return ONE_SIDED_80 * sqrt(2.0) * max(REPEATS, scatter(entry) / TWO_SIDED_80)
+    sd = scatter(entry) / TWO_SIDED_80
+    sd = max(REPEATS, sd if entry.rows_time else min(sd, APART))
+    return ONE_SIDED_80 * sqrt(2.0) * sd
 
 
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
