@@ -137,11 +137,12 @@ weights = Command(
     """\
 Export a training run's weights as a Hugging Face folder: config.json and safetensors.
 
-CHECKPOINT is a training folder (its newest checkpoint is used) or one checkpoint. Llama shapes
-are written as LlamaForCausalLM; learned positions with biases as GPT2LMHeadModel; ALiBi without
-biases as MptForCausalLM; rotary positions with LayerNorm and GELU as Starcoder2ForCausalLM. A shape
-that none of them computes is rejected. 'train --weights DIR' reads the folder back. '--format dcp'
-writes torch.distributed.checkpoint's own format instead: weights and moments of any shape.
+CHECKPOINT is a training folder (its newest checkpoint is used) or one checkpoint. The shape decides
+what it is written as: Llama, Mistral, Qwen2, Qwen3, OLMo 2; with experts Mixtral, Qwen3-MoE, OLMoE,
+DeepSeek-V2, DeepSeek-V3; GPT-2 (learned positions, biases), MPT (ALiBi) or StarCoder2 (rotary
+positions, LayerNorm, GELU). A shape that none of them computes is rejected. 'train --weights DIR'
+reads the folder back. '--format dcp' writes torch.distributed.checkpoint's own format instead:
+weights and moments of any shape.
 """,
     examples=_WEIGHTS,
     actions={"export": export},

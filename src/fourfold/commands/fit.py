@@ -43,9 +43,10 @@ examples:
 def fit(args: Any, show: OnEvent) -> Output:
     """Fit the cost model to measured runs: a calibration for every stack and cluster.
 
-    At most 14 coefficients for time and 6 for memory are free per stack and cluster; priors keep
-    the others at physical values (or at those of --prior). The file stores coefficients, residuals,
-    row counts and cross-validated errors; 'predict', 'plan' and 'score' take it as --calibration.
+    At most 6 coefficients for time and 3 for memory are free per stack and cluster, never more than
+    it has rows: those that explain most. The others follow what is known of similar stacks (or
+    --prior). The file stores coefficients, what they leave unexplained, ranges of the rows and
+    cross-validated errors; 'predict', 'plan' and 'score' take it as --calibration.
 
     --suggest K fits nothing: it names the K runs of the table that are most informative to measure.
     It uses configurations only, never results.
