@@ -73,6 +73,23 @@ def test_the_trainer_by_its_bar(tmp_path: Path, has_block: bool) -> None:
         says(row, "n_layers=32 d_model=4096 n_kv_heads=8 vocab=128256 tied=0")
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "sharding"),
+    [("[<FSDPOption.FULL_SHARD: 'full_shard'>, <FSDPOption.AUTO_WRAP: 'auto_wrap'>]", "zero3"),
+     ("[<FSDPOption.SHARD_GRAD_OP: 'shard_grad_op'>]", "zero2"), ("full_shard", "zero3"),
+     ("[<FSDPOption.HYBRID_SHARD_ZERO2: 'hybrid_shard_zero2'>]", "zero2"), ("[]", ""), ("None", ""),
+     ("True,\nfsdp_config={'reshard_after_forward': True, 'xla': False}", "zero3"),
+     ("True,\nfsdp_config={'reshard_after_forward': False, 'xla': False}", "zero2"),
+     ("True,\nfsdp_config={'min_num_params': 0, 'xla': False}", "zero3")],
+)  # fmt: skip
+def test_the_trainer_says_how_fsdp_shards(tmp_path: Path, fsdp: str, sharding: str) -> None:
+    """As transformers 4 and 5 print it. None says nothing: accelerate's own file may shard."""
+    args = f"_n_gpu=1,\nbf16=True,\ndeepspeed=None,\nfp16=False,\nfsdp={fsdp},\n"
+    said = f"Training/evaluation parameters TrainingArguments(\n{args})\n"
+    end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
+    says(row_of(tmp_path, said + TRAINER + end), f"sharding={sharding} precision=bf16 dp=8")
+
+
 def test_the_trainer_without_a_bar_by_its_runtime(tmp_path: Path) -> None:
     end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
     row = row_of(tmp_path, TRAINER + end)

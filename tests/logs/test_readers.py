@@ -220,6 +220,19 @@ def test_torchtitan_without_its_configuration_has_the_precision_that_fsdp_applie
     assert one(tmp_path, copies).missing == ("precision",)
 
 
+@pytest.mark.parametrize(
+    ("pp", "reshard", "sharding"),
+    [(1, "default", "zero3"), (1, "never", "zero2"), (1, "always", "zero3"),
+     (2, "default", "zero2"), (2, "never", "zero2"), (2, "always", "zero3")],
+)  # fmt: skip
+def test_torchtitan_keeps_weights_gathered_as_it_says(tmp_path, pp, reshard, sharding) -> None:
+    """By default a pipeline does: each of its micro batches would gather them again."""
+    text = written.titan([2000, 6600, 6650, 6640])
+    text = text.replace('forward": "default"', f'forward": "{reshard}"')
+    text = text.replace("pp=1, dp_replicate=1, dp_shard=8", f"pp={pp}, dp_replicate=1, dp_shard=4")
+    says(one(tmp_path, text), f"pp={pp} dp=4 sharding={sharding}")
+
+
 def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None:
     text = written.titan([2000, 6600, 6600, 3000, 6600])
     validation = "validate step: 20  loss:  7.1  memory: 1.0GiB(1%)  tps: 9,000\n"

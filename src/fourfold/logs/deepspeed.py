@@ -39,6 +39,10 @@ _BAR = re.compile(
 _LOSS = re.compile(r"\{'loss': '?([^,'}]{1,40})'?, .{0,200}'learning_rate': .{0,200}'epoch': ")
 _RUNTIME = re.compile(r"\{'train_runtime': '?([0-9.]{1,20})'?, 'train_samples_per_second'")
 _DUMPS = (("json = {", "ds."), ("TrainingArguments(", "args."), ("Model config ", "model."))
+_FSDP = {
+    "hybrid_shard_zero2": "zero2", "hybrid_shard": "zero3", "full_shard": "zero3",
+    "shard_grad_op": "zero2", "no_shard": "zero0",
+}  # fmt: skip
 _FAMILIES = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt",
     "gpt_neox": "gpt", "opt": "gpt",
@@ -216,8 +220,13 @@ def _sharding(said: Flat) -> str:
     stage = said.get("engine.zero_optimization_stage", said.get("ds.zero_optimization.stage", ""))
     if stage in ("0", "1", "2", "3"):
         return f"zero{stage}"
-    chosen = " ".join(v for n, v in said.items() if n == "args.fsdp" or n.startswith("args.fsdp.0"))
-    for word, sharding in (("full_shard", "zero3"), ("shard_grad_op", "zero2")):
+    if said.get("args.fsdp") == "True":  # transformers 5
+        is_kept = said.get("args.fsdp_config.reshard_after_forward") == "False"
+        return "zero2" if is_kept else "zero3"
+    # One word, or a list of FSDPOption.FULL_SHARD and the like.
+    fsdp = (v for n, v in said.items() if n == "args.fsdp" or n.startswith("args.fsdp.0"))
+    chosen = " ".join(fsdp).lower()
+    for word, sharding in _FSDP.items():
         if word in chosen:
             return sharding
     is_plain = (

@@ -229,6 +229,11 @@ def config_facts(flat: Flat) -> Flat:
 _COMPILED = {"true": "torch.compile", "false": "eager"}
 
 
+def _stays_gathered(facts: Flat, pp: int) -> bool:
+    """Weights between passes; by default those of a pipeline, between its micro batches."""
+    return facts.get("_reshard", "") in (("never", "default", "") if pp > 1 else ("never",))
+
+
 def facts_of(facts: Flat) -> Flat:
     """What the prints say together, in columns of the reference schema."""
     facts = dict(facts)
@@ -247,7 +252,7 @@ def facts_of(facts: Flat) -> Flat:
         facts.setdefault("sharding", "zero3" if shard > 1 else "zero0")
         if copies > 1 and shard > 1:
             notes.append(f"zero3 over {shard * (size['cp'] or 1)} ranks")
-        if facts["sharding"] == "zero3" and facts.get("_reshard") == "never":
+        if facts["sharding"] == "zero3" and _stays_gathered(facts, size["pp"] or 1):
             facts["sharding"] = "zero2"
     facts["note"] = "; ".join(filter(None, notes))
     local, batch = whole(facts.get("_local")), whole(facts.get("gbs"))
