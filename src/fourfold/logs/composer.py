@@ -9,7 +9,7 @@ import re
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Yaml, number, whole, words_of
+from fourfold.logs.nested import Flat, Yaml, fsdp_sharding, number, whole, words_of
 from fourfold.logs.series import StepLine
 
 _BATCH = re.compile(
@@ -22,9 +22,6 @@ _METRIC = re.compile(
 _METRICS = re.compile(r"\b((?:throughput|memory|loss|trainer)/[\w/.-]{1,80}): (\S{1,60})(?=\s|$)")
 _CONSOLE = re.compile(r"(num_nodes|num_gpus_per_node): ([0-9]{1,7})$")
 _KEY = re.compile(r"^[a-z_]{2,40}:( \S.*)?$")
-_SHARDING = {
-    "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "zero0", "HYBRID_SHARD": "zero3",
-}  # fmt: skip
 _PRECISION = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
 
 
@@ -127,7 +124,7 @@ def facts_of(flat: Flat) -> Flat:
         "n_gpus": gpus,
         "tp": str(tp), "cp": "1", "pp": "1", "vpp": "1",
         "dp": str((whole(gpus) or 0) // tp or ""),
-        "sharding": _SHARDING.get(flat.get("fsdp_config.sharding_strategy", ""), ""),
+        "sharding": fsdp_sharding(flat.get("fsdp_config.sharding_strategy", "")),
         "sequence_parallel": "0",
         "mbs": str(whole(flat.get("device_train_microbatch_size")) or ""),
         "gbs": flat.get("global_train_batch_size", ""),

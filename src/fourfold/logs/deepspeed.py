@@ -15,7 +15,7 @@ from datetime import datetime
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, is_none, number, whole, yes
+from fourfold.logs.nested import Flat, Nested, fsdp_sharding, is_none, number, whole, yes
 from fourfold.logs.series import StepLine
 from fourfold.spec.layout import AXES
 
@@ -39,10 +39,6 @@ _BAR = re.compile(
 _LOSS = re.compile(r"\{'loss': '?([^,'}]{1,40})'?, .{0,200}'learning_rate': .{0,200}'epoch': ")
 _RUNTIME = re.compile(r"\{'train_runtime': '?([0-9.]{1,20})'?, 'train_samples_per_second'")
 _DUMPS = (("json = {", "ds."), ("TrainingArguments(", "args."), ("Model config ", "model."))
-_FSDP = {
-    "hybrid_shard_zero2": "zero2", "hybrid_shard": "zero3", "full_shard": "zero3",
-    "shard_grad_op": "zero2", "no_shard": "zero0",
-}  # fmt: skip
 _FAMILIES = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt",
     "gpt_neox": "gpt", "opt": "gpt",
@@ -225,14 +221,11 @@ def _sharding(said: Flat) -> str:
         return "zero2" if is_kept else "zero3"
     # One word, or a list of FSDPOption.FULL_SHARD and the like.
     fsdp = (v for n, v in said.items() if n == "args.fsdp" or n.startswith("args.fsdp.0"))
-    chosen = " ".join(fsdp).lower()
-    for word, sharding in _FSDP.items():
-        if word in chosen:
-            return sharding
+    chosen = " ".join(fsdp)
     is_plain = (
         "args.fsdp" in said and is_none(said.get("args.deepspeed")) and not chosen.strip("[]")
     )
-    return "zero0" if is_plain else ""
+    return "zero0" if is_plain else fsdp_sharding(chosen)
 
 
 def _precision(said: Flat) -> str:

@@ -236,6 +236,15 @@ def decimal(text: str) -> str:
     return text.replace(".", "").replace(",", ".") if is_number else text
 
 
+def fsdp_sharding(text: str) -> str:
+    """Of torch's ShardingStrategy, by whichever of its words the text has."""
+    strategies = (  # the first names the third, too
+        ("hybrid_shard_zero2", "zero2"), ("shard_grad_op", "zero2"), ("hybrid_shard", "zero3"),
+        ("full_shard", "zero3"), ("no_shard", "zero0"),
+    )  # fmt: skip
+    return next((zero for word, zero in strategies if word in text.lower()), "")
+
+
 def yes(text: str | None) -> bool:
     return (text or "").strip().lower() in ("true", "1", "yes", "on")
 

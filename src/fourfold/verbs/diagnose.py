@@ -13,11 +13,9 @@ from statistics import median
 from typing import Any
 
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.estimate import estimate
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
@@ -77,11 +75,10 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     basis = (
         f"{cluster.device.name}, {request.profile or 'the planner' + (': ' + why if why else '')}"
     )
-    times = estimate(columns, entry.coefficients)
     return Pricing(
         columns=columns,
         coefficients={**entry.coefficients, **known},
-        width=float(StepInterval(columns, entry, times).half[0]),
+        width=float(predictions(columns, entry).interval.half[0]),
         basis=basis,
         is_measured=bool(request.profile),
     )

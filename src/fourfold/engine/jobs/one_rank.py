@@ -19,9 +19,10 @@ from fourfold.engine.jobs.run import Steps
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.device import copy
 from fourfold.engine.microbench.kernels import Kernel, Product, is_again
-from fourfold.engine.observe.clock import lead_steps, record_steps, synchronize
+from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
 from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
+from fourfold.engine.observe.recording import lead_steps, record_steps
 from fourfold.engine.one_rank import fake_peers, totals
 from fourfold.engine.one_rank.fake_peers import TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler

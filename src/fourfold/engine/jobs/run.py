@@ -18,17 +18,11 @@ from fourfold.engine import compat
 from fourfold.engine.data.source import data_facts
 from fourfold.engine.jobs.build import with_trainer
 from fourfold.engine.microbench.device import axis_rates, rates
-from fourfold.engine.observe.clock import (
-    Ticks,
-    WarmupTicks,
-    by_count,
-    record_steps,
-    synchronize,
-    until_steady,
-)
+from fourfold.engine.observe.clock import Ticks, WarmupTicks, by_count, synchronize, until_steady
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.phases import count_of, mark_phases
+from fourfold.engine.observe.recording import record_steps
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment, uuid_of
 from fourfold.engine.training.step import StepOutcome

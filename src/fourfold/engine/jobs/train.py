@@ -19,10 +19,11 @@ from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of
 from fourfold.engine.checkpoint.hf_read import begin_from
 from fourfold.engine.jobs.build import with_trainer
-from fourfold.engine.observe.clock import Ticks, WindowRecording, synchronize
+from fourfold.engine.observe.clock import Ticks, synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
+from fourfold.engine.observe.recording import WindowRecording
 from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
