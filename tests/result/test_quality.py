@@ -86,6 +86,7 @@ def test_a_clean_run_has_no_flag() -> None:
             {"warmup": Warmup(steps=32, ended="most steps", drift=0.2)},
             "still warming up: stopped at the limit of 32 steps",
         ),
+        ({"warmup": Warmup(steps=1, ended="count")}, "1 of the first 2 steps timed: they compile"),
         (
             {"predicted": Prediction(step_s=0.02, step_s_low=0.01, step_s_high=0.04, peak_bytes=1)},
             "50 times the predicted seconds: a CPU without bf16 instructions? Try --precision fp32",
@@ -215,3 +216,12 @@ def test_the_interval_holds_the_median(count: int) -> None:
     assert known.low_s <= known.step_s <= known.high_s
     assert known.samples + known.dropped == count
     assert timing([]) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "outside"), [(5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (100, 39), (1000, 468)]
+)
+def test_the_interval_is_that_of_the_sign_test(count: int, outside: int) -> None:
+    """Ranks of the 95% interval of a median, as tables of the binomial distribution print them."""
+    known = timing(list(range(count)))
+    assert (known.low_s, known.high_s) == (outside, count - 1 - outside)

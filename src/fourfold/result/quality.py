@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fourfold.escape import flattened
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
-from fourfold.result.timing import Timing, timing
+from fourfold.result.timing import LEAD, Timing, timing
 from fourfold.units import counted
 
 # Known work before and after the steps may differ by this much on a healthy machine.
@@ -45,6 +45,10 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"{counted(recompiles, 'recompile')} in the window")
     if report.warmup is not None and report.warmup.still_drifts:
         doubts.append(f"still warming up: {report.warmup.words}")
+    elif report.warmup is not None and report.warmup.steps < LEAD:
+        why = "they compile, allocate and, on a CPU, count memory"
+        early = f"{LEAD - report.warmup.steps} of the first {LEAD} steps timed"
+        doubts.append(f"{early}: {why}; use --warmup {LEAD} or more")
     doubts += _probe_flags(report)
     timed = [step.seconds for step in report.steps if not step.warmup]
     if report.window_s and timed and report.window_s > (1 + _WINDOW_GAP) * sum(timed):

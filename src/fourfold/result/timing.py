@@ -14,6 +14,8 @@ from statistics import median
 from typing import Literal
 
 LEAD, WINDOW = 2, 3
+# Fewer steps have no 95% interval of their median: theirs is the whole range.
+LEAST_SAMPLES = 6
 AGREE, CLOCK_AGREE = 0.03, 0.05
 MOST_STEPS, MOST_S = 32, 60.0
 Ending = Literal["going on", "steady", "most steps", "most seconds", "count"]
@@ -102,7 +104,7 @@ def drifting(seconds: Sequence[float]) -> int:
 
 
 def timing(seconds: Sequence[float]) -> Timing | None:
-    """None without a single timed step. Below six steps the interval is the whole range."""
+    """None without a single timed step. Below LEAST_SAMPLES the interval is the whole range."""
     if not seconds:
         return None
     dropped = drifting(seconds)
@@ -119,13 +121,14 @@ def timing(seconds: Sequence[float]) -> Timing | None:
 
 
 def _ranks_outside(count: int) -> int:
-    """How many values may be left out at each end so that 95% remain: binomial with p = 1/2."""
+    """The most values beyond each end that leave the true median inside with 95%: at most `outside`
+    of `count` fair coins fall on one side with 2.5% (from 1000 on, by the normal distribution)."""
+    if count >= 1000:
+        return math.floor(count / 2 - 0.98 * math.sqrt(count) - 0.5)
     tail, outside = 0.0, 0
-    for k in range((count - 1) // 2):
-        tail += math.comb(count, k) / 2.0**count if count < 1000 else 0.0
+    for k in range(count):
+        tail += math.comb(count, k) / 2.0**count
         if tail > 0.025:
             break
-        outside = k + 1
-    if count >= 1000:
-        outside = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
-    return min(outside, (count - 1) // 2)
+        outside = k
+    return outside

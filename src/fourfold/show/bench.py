@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.result.report import Failure
+from fourfold.result.timing import LEAST_SAMPLES
 from fourfold.show.table import Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
 
@@ -71,7 +72,8 @@ def _rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
 def _speed_rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
     spread = f"{show_seconds(plain['step_s_low'])} to {show_seconds(plain['step_s_high'])}"
     count = plain["conventions"][convention]
-    median = f"median of {counted(plain['timed_steps'], 'step')}; 95%: {spread}"
+    kind = "95%" if plain["timed_steps"] >= LEAST_SAMPLES else "range"
+    median = f"median of {counted(plain['timed_steps'], 'step')}; {kind}: {spread}"
     lines = [
         ["step time", show_seconds(plain["step_s"]), median],
         ["samples/s", f"{plain['samples_s']:,.2f}", ""],
