@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+
+import pytest
+
 from fourfold import PlanRequest, plan
 
 
@@ -17,3 +21,28 @@ def test_ways_to_spread_experts_stand_side_by_side() -> None:
     assert {"EP and a pipeline", "EP without a pipeline"} <= ways.keys()
     best = min(row.step_s for row in answer.ranked)
     assert min(map(float, ways.values())) <= best * 1.01
+
+
+ASK = [
+    *("plan", "--model", "qwen3-30b-a3b", "--cluster", "nvidia-h100", "--gpus", 16),
+    *("--seq-len", 4096, "--global-batch", 512, "--stack", "megatron"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "status", "says"),
+    [
+        ("pp2 dp8 ep8", 0, "pp2 dp8 cp1 tp1 ep8"),
+        ("pp2 dp8", 0, "pp2 dp8 cp1 tp1 ep4"),
+        ("pp2 dp8 ep1", 1, "GiB of 79.6"),
+        ("dp16 ep3", 1, "[experts] layout.ep=3"),
+        ("pp2 dp8 ep8 v3", 2, "'v2' is --virtual-stages 2"),
+    ],
+)
+def test_a_layout_is_explained_with_the_experts_it_names(cli, layout, status, says) -> None:
+    assert says in cli(*ASK, "--explain", layout, status=status).partition("its best variants")[0]
+
+
+def test_rows_of_a_table_say_how_experts_are_spread(cli) -> None:
+    header, first, *_ = csv.reader(cli(*ASK, "--format", "csv").splitlines())
+    assert int(dict(zip(header, first, strict=True))["ep"]) > 1

@@ -154,7 +154,8 @@ def explain_page(answer: Explanation) -> list[Part]:
         return [
             f"{answer.layout} is legal but does not fit: at micro batch {small.micro_batch}, "
             f"{small.sharding}, recompute {small.recompute} its fullest rank needs "
-            f"{small.peak_bytes / GIB:.1f} GiB of {small.limit_bytes / GIB:.1f}",
+            f"{small.peak_bytes / GIB:.1f} GiB of "
+            f"{min(small.limit_bytes, answer.memory_bytes) / GIB:.1f}",
             f"GiB by kind: {kinds}",
             *approximated(answer.remarks),
             f"nearest that fit: {'; '.join(answer.nearest) or 'none'}",

@@ -20,7 +20,7 @@ from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
-from fourfold.spec.layout import AXES, SIZES, Layout
+from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
 from fourfold.spec.run import chosen_policy
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
@@ -87,9 +87,12 @@ def explain(query: PlanQuery, layout: Layout) -> Explanation:
     return explain_ranking(query, layout, ways_to_run(query, layout))
 
 
-def ways_to_run(query: PlanQuery, layout: Layout) -> Ranking | None:
-    """Every way to run this layout, best first; None if it does not have the asked ranks."""
-    only = layout.sizes | {"replicate": layout.replicate}
+def ways_to_run(query: PlanQuery, layout: Layout, *, open_experts: bool = False) -> Ranking | None:
+    """Every way to run this layout, best first; None if it does not have the asked ranks.
+    `open_experts`: with any `ep` and `etp` that the query does not decide."""
+    left = EXPERT_AXES if open_experts else ()
+    only = {axis: size for axis, size in layout.sizes.items() if axis not in left}
+    only["replicate"] = layout.replicate
     one = replace(query, fixed=query.fixed | only, where=())
     return rank_layouts(one, least=VARIANTS) if layout.world == query.gpus else None
 

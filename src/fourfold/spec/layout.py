@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in (*AXES, *EXPERT_AXES)}
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -125,7 +125,11 @@ class Layout:
             rest = rest[match.end() :] if match else rest
             axis = match.group(1) if match else ""
             if match is None or axis in order or (match.group(3) and axis != "dp"):
-                hint = "write it as 'pp2 dp2x4 cp1 tp8'"
+                listed = re.match(
+                    r"\s*(?:v[0-9]|ring|allgather|ulysses)", rest
+                )  # in tables of plans
+                how = "'ring' is --cp-kind ring, 'v2' is --virtual-stages 2"
+                hint = f"write it as 'pp2 dp2x4 cp1 tp8'{f'; {how}' if listed else ''}"
                 raise UserError("is not a layout", field="layout", value=text, hint=hint)
             order.append(axis)
             if axis == "dp":

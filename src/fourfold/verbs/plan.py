@@ -31,7 +31,7 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import EXPERT_AXES, Layout
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
@@ -205,11 +205,12 @@ def explain(
     on_event: OnEvent = ignore,
 ) -> Explained:
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
-    stands. Where the request does not say how many GPUs, the layout does. `draw`: its timeline;
-    `operations`: what a rank does in a step, one by one."""
+    stands. Where the request does not say how many GPUs, the layout does; a text that names no
+    `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
     chosen = Layout.parse(layout) if isinstance(layout, str) else layout
     query = _sized(request, chosen, on_event)
-    ranking = ways_to_run(query, chosen)
+    is_open = isinstance(layout, str) and not any(one in layout.lower() for one in EXPERT_AXES)
+    ranking = ways_to_run(query, chosen, open_experts=is_open)
     explanation = explain_ranking(query, chosen, ranking, listed=operations)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)
