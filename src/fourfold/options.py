@@ -148,12 +148,7 @@ def run_table(
         value = getattr(args, one.dest, None)
         if value is not None and one.dest not in without:
             codec.put(table, path, value)
-    for path, text in assignments(args):
-        value = codec.toml_value(text)
-        is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
-        # A shell eats the quotes of policy.env.X="1".
-        codec.put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
-    put_env(table, args)
+    assign(table, args)
     return _tidied(table, note)
 
 
@@ -168,11 +163,21 @@ def assignments(args: Any) -> list[tuple[str, str]]:
     return pairs
 
 
-def assigned(args: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {}
+def assign(table: dict[str, Any], args: Any) -> None:
+    """--set and --env, over what the table has."""
     for path, text in assignments(args):
-        codec.put(table, path, codec.toml_value(text))
-    return table
+        value = codec.toml_value(text)
+        is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
+        # A shell eats the quotes of policy.env.X="1".
+        codec.put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
+    put_env(table, args)
+
+
+def refuse(args: Any, unused: typing.Iterable[Option], rule: str, hint: str = "") -> None:
+    """Flags that would have no effect here."""
+    for one in unused:
+        if getattr(args, one.key) is not None:
+            raise UserError(rule, field=one.names[0], hint=hint)
 
 
 def _tidied(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[str, Any]:

@@ -169,6 +169,22 @@ def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--set tp=2", "--set tp is an axis of this sweep; use --set 'sweep.tp=[...]'"),
+        ("-t fp64", "-t needs -m"),
+        ("--micro-batch 4", "--micro-batch needs -m"),
+        ("--pp 2", "--pp needs --from-plan"),
+    ],
+)
+def test_flags_change_the_runs_of_a_file_or_are_refused(file, ran, cli, words, said) -> None:
+    planned = cli.json("sweep", file, "--dry-run", "--set", "batch.seq_len=32", "--set", "gpus=2")
+    assert {(row["seq_len"], row["gpus"]) for row in planned["planned"]} == {(32, 2)}
+    assert said in cli("sweep", file, *words.split(), status=2)
+    assert ran == []
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["sweep"],

@@ -30,7 +30,9 @@ RUN = words("--model llama-tiny --gpus 1 --seq-len 16 --global-batch 4 --precisi
 def test_what_is_missing_is_named(cli, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert "--out is required" in cli("train", *RUN, "--steps", "3", status=2)
-    assert "--steps is required" in cli("train", *RUN, "--out", out, status=2)
+    assert "--steps is required\n" in cli("train", *RUN, "--out", out, status=2)
+    said = cli("train", "--out", out, "--gpus", "4", status=2)
+    assert f"{out} has no training to continue; a new one needs --model and --steps" in said
     assert "--model is required" in cli(
         "train", "--steps", "3", "--gpus", "1", "--out", out, status=2
     )
@@ -77,6 +79,9 @@ def test_a_missing_package_is_said_first(cli, monkeypatch, tmp_path, package) ->
 
 def test_show_reads_a_folder(cli, tmp_path: Path) -> None:
     assert "no train.toml" in cli("train", "--show", tmp_path, status=2)
+    assert "--steps cannot be combined" in cli(
+        "train", "--show", tmp_path, "--steps", "3", status=2
+    )
     folder = TrainingFolder(tmp_path)
     folder.describe(spec(), TrainSettings(steps=50))
     points = [

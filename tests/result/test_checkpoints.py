@@ -261,7 +261,10 @@ def test_changes_are_said() -> None:
     assert changes(old, spec(layout="dp2"), asked) == [
         "layout pp1 dp1 cp1 tp1 -> pp1 dp2 cp1 tp1",
         "lr 0.0003 -> 0.001",
+        "steps 10 -> 20: step 6 has lr 0.000839, not 0.000124",
     ]
+    kept = replace(old, settings=TrainSettings(steps=10, lr_schedule="constant"))
+    assert changes(kept, spec(), TrainSettings(steps=20, lr_schedule="constant")) == []
 
 
 def point(step: int) -> Point:

@@ -17,7 +17,7 @@ from fourfold.output import Output, submitted
 from fourfold.show import one_rank, runs
 from fourfold.show.bench import runs_page
 from fourfold.show.pictures import floor_picture, loss_picture, must_be_picture
-from fourfold.spec import check, codec
+from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
@@ -44,6 +44,7 @@ examples:
 """
 _RUN = ("steps", "warmup", "data", "tag", "note")
 _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
+_SHARED = ("cluster", "profile", "trace", "env", "oversubscribe")
 
 
 @command(
@@ -87,7 +88,7 @@ def _is_one_rank(args: Any) -> bool:
     if args.picture and not args.against:
         raise UserError("needs --against", field="--picture", hint="add --against floor")
     if args.as_rank is None and not args.against:
-        for field in ("world", "layouts", "micro_batches", "out"):
+        for field in ("world", "layouts", "micro_batches", "details", "out"):
             hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
             check.that(not getattr(args, field), field, None, "needs --as-rank", hint)
     return args.as_rank is not None or bool(args.against)
@@ -98,8 +99,10 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
         must_be_picture(args.picture)
     if args.against and args.as_rank is None:
         args.world = args.world or 1
-    if args.on is not None:
-        raise UserError("cannot be combined with --as-rank, which uses this device", field="--on")
+    mode = "--against" if args.as_rank is None else "--as-rank"
+    unused = (*options.of(BenchRequest), *options.of(RunSpec, "tag", "note"))
+    rule = f"cannot be combined with {mode}, which runs one rank here and stores nothing"
+    options.refuse(args, (one for one in unused if one.key not in _SHARED), rule)
     own = {"cluster": args.cluster, "profile": args.profile, "trace": args.trace}
     request = options.load(OneRankRequest, args, **own)
     table = options.run_table(args, extra=_RUN, note=notes(show))
@@ -188,21 +191,27 @@ def _source(args: Any, show: OnEvent) -> Any:
         rule = "a sweep needs a FILE.toml, models with -m, or --from-plan K"
         raise UserError(rule, hint="see 'fourfold sweep --help'")
     if args.count is not None:
+        lists = (one for one in options.of(MptSweep) if one.names[-1] not in _LISTS)
+        options.refuse(args, lists, "needs -m", "with --from-plan, flags are those of 'plan'")
         table = options.run_table(args, without=("gpus", "micro_batch"), note=notes(show))
         for name, path in (("gpus", "gpus"), ("micro_batch", "batch.micro_batch")):
             value = options.only_value(args, name, "with --from-plan")
             if value is not None:
                 codec.put(table, path, value)
         return options.load(PlanSweep, args, table=table)
-    used = [one for one in _FROM_PLAN if getattr(args, one.key) is not None]
-    if used:
-        flag = used[0].names[0]
-        hint = f"use --set, or make {flag[2:].replace('-', '_')} an axis of [sweep]"
-        raise UserError("needs --from-plan", field=flag, hint=hint)
-    table = options.assigned(args)
+    hint = "use --set, or make it an axis of [sweep]"
+    options.refuse(args, _FROM_PLAN, "needs --from-plan", hint)
+    table: dict[str, Any] = {}
     if args.file:
+        options.refuse(args, options.of(MptSweep), "needs -m", hint)
         table = codec.parse_toml(files.read_text(args.file, field="FILE"))
-    options.put_env(table, args)
+        axes = {*table.get("sweep", ())}
+        for path, _ in options.assignments(args):
+            name = path.rpartition(".")[2]
+            rule, way_out = "is an axis of this sweep", f"use --set 'sweep.{name}=[...]'"
+            is_axis = bool({path, name} & axes) and not path.startswith("sweep.")
+            check.that(not is_axis, f"--set {path}", None, rule, way_out)
+    options.assign(table, args)
     return table if args.file else options.load(MptSweep, args, base=table)
 
 
@@ -221,13 +230,18 @@ _GROUP = "training (other fields by --set train.beta2=0.95)"
 _STATUS = {"ok": 0, "done": 0, "not finished": 0, "stopped": 75}
 
 
+_TRAINING = (
+    *options.of(TrainRequest),
+    *options.of(PlanRequest, "ramp"),
+    *options.of(TrainSettings),
+)
+
+
 @command(
     *options.run_options("data"),
     *options.grouped(
         (
-            *options.of(TrainRequest),
-            *options.of(PlanRequest, "ramp"),
-            *options.of(TrainSettings),
+            *_TRAINING,
             option("--show", "show the state of a training folder, without training", "DIR"),
             option("--plot", "draw the loss curve: .png, .svg or .pdf", "FILE"),
         ),
@@ -247,6 +261,9 @@ def train(args: Any, show: OnEvent) -> Output:
         must_be_picture(args.plot, "plot")
     request = options.load(TrainRequest, args)
     if args.show:
+        given = (*options.run_options("data"), *_TRAINING)
+        unused = (one for one in given if one.key != "convention")
+        options.refuse(args, unused, "cannot be combined with --show, which trains nothing")
         answer = fourfold.show_training(args.show, rule=request.convention, on_event=show)
     else:
         table = lambda known: _table(args, known, show)  # noqa: E731

@@ -47,6 +47,10 @@ def described(
 ) -> tuple[RunSpec, TrainSettings]:
     table = dict(run)
     plain = dict(table.pop("train", {}))
+    if not (plain or "model" in table):
+        hint = "a new one needs --model and --steps"
+        rule, out = "has no training to continue", str(folder.root)
+        raise UserError(rule, field="out", value=out, hint=hint)
     check.given("steps" in plain, "steps")
     newest = None if request.fresh else folder.newest()
     asked = plain.get("weights")

@@ -23,7 +23,7 @@ from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
 from fourfold.spec import RunSpec, check, codec
-from fourfold.spec.train import TrainSettings
+from fourfold.spec.train import TrainSettings, lr_at
 from fourfold.spec.words import WIDER
 
 # Of the settings, what may change between starts without a word.
@@ -217,4 +217,9 @@ def changes(state: CheckpointState, spec: RunSpec, settings: TrainSettings) -> l
             for name in new
             if name not in _FREE_SETTINGS and old.get(name) != new.get(name)
         ]
+        was, is_now = (lr_at(each, state.step) for each in (state.settings, settings))
+        if state.settings.steps != settings.steps and was != is_now:
+            stretched = f"steps {state.settings.steps} -> {settings.steps}"
+            lrs = f"step {state.step + 1} has lr {is_now:.3g}, not {was:.3g}"
+            differing.append(f"{stretched}: {lrs}")
     return differing
