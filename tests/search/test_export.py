@@ -318,6 +318,23 @@ def test_a_model_it_cannot_express_is_refused_by_name(engine: str, model, field:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "nanotron"])
+def test_a_window_as_long_as_the_sequence_asks_for_nothing(engine: str) -> None:
+    short = replace(setup("dp8"), model=replace(LLAMA2, window=4096), stack=engine)
+    short = replace(short, policy=Policy(sharding="zero3" if engine == "torchtitan" else "zero1"))
+    assert export.write(engine, short)
+    with pytest.raises(UserError, match="window=4096 is not supported"):
+        export.write(engine, replace(short, batch=replace(short.batch, seq_len=8192)))
+
+
+def test_an_engine_that_answers_is_named_among_those_that_run_it() -> None:
+    """Gemma 2 has settings in no other engine; accelerate is the first that can run it."""
+    ask = PlanRequest(model="gemma-2-2b", gpu="h100-80gb", gpus=8, seq_len=4096, global_batch=64)
+    answer = plan(ask)
+    assert answer.stack == "accelerate"
+    assert answer.best.runs_in == ("accelerate",)
+
+
 def test_rope_that_megatron_cannot_scale_is_refused() -> None:
     scaling = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=2.0)
     for place in (

@@ -168,6 +168,8 @@ REFUSED = [
     ),
     (LLAMA | {"model_type": "glm4_moe", "index_topk_heads": 64}, "index_topk_heads", "unknown"),
     (LLAMA | {"model_type": "mamba"}, "model_type", "supported: arcee"),
+    (LLAMA | {"model_type": "dbrx", "num_experts": 16}, "model_type", "supported: arcee"),
+    (LLAMA | {"num_experts": 16}, "num_experts", "read without them"),
     ({}, "model_type", "missing"),
     (LLAMA | {"hidden_size": -64}, "hidden_size", "from 1"),
     (LLAMA | {"hidden_size": 64.0}, "hidden_size", "whole number"),

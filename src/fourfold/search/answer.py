@@ -177,7 +177,7 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
         parts_s=parts,
         exposed_s=exposed(parts),
         note=_note(ranking, i),
-        runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus),
+        runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus, query.stack),
         wide=wide,
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,

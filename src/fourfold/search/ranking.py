@@ -163,9 +163,10 @@ def _ranking(
 def _runnable_first(ranking: Ranking) -> Ranking:
     """The first that is sure to fit and that an engine runs comes first; as it was, where none of
     those looked at does."""
-    line, hosts = sure_line(ranking.fits, ranking.query.risk), ranking.query.cluster.host_gpus
+    query = ranking.query
+    line, hosts = sure_line(ranking.fits, query.risk), query.cluster.host_gpus
     sure = np.flatnonzero(ranking.fits >= line)[:LOOKED_AT]
-    first = next((int(i) for i in sure if runs_in(ranking.spec(int(i)), hosts)), 0)
+    first = next((int(i) for i in sure if runs_in(ranking.spec(int(i)), hosts, query.stack)), 0)
     if first == 0:
         return ranking
     index = np.concatenate([[first], np.delete(np.arange(len(ranking)), first)]).astype(np.intp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import VARIANTS, ModelShape
 
@@ -13,6 +15,11 @@ _RUN_QK_NORMS = ("none", "head", "width")
 def windowed(model: ModelShape, seq_len: int) -> bool:
     """Whether a window hides any token of such sequences."""
     return model.window is not None and model.window < seq_len
+
+
+def without_idle_window(model: ModelShape, seq_len: int) -> ModelShape:
+    """A window at least as long as the sequence changes nothing: no engine has to know of it."""
+    return model if windowed(model, seq_len) else replace(model, window=None, local_layers=None)
 
 
 def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
@@ -61,7 +68,7 @@ def remarks(model: ModelShape, seq_len: int, *, further: bool = False) -> tuple[
         sentences.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
     if model.mtp and not further:
-        untimed.insert(0, f"{model.mtp} layers that predict further tokens")
+        untimed.insert(0, "layers that predict further tokens (Megatron's are)")
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")
     if model.qk_norm != "none":

@@ -28,6 +28,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
+from fourfold.spec.supported import without_idle_window
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.question import resolved
@@ -213,7 +214,7 @@ def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
     stack = match_stack(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
     entry, _ = entry_for(known, stack, cluster, experts=model.moe is not None)
     try:
-        exports.check(engine, model)
+        exports.check(engine, without_idle_window(model, _TOKENS))
         settings = "yes"
     except UserError as error:
         settings = str(error)

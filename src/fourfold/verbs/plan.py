@@ -36,7 +36,7 @@ from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import Machine, known_cluster, planned_calibration, planned_cluster
-from fourfold.verbs.question import EXPORTED, resolved
+from fourfold.verbs.question import EXPORTED, named_axes, resolved
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import OURS
 
@@ -207,10 +207,9 @@ def explain(
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
     `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
-    chosen = Layout.parse(layout) if isinstance(layout, str) else layout
+    chosen, named = named_axes(layout) if isinstance(layout, str) else (layout, {*EXPERT_AXES})
     query = _sized(request, chosen, on_event)
-    is_open = isinstance(layout, str) and not any(one in layout.lower() for one in EXPERT_AXES)
-    ranking = ways_to_run(query, chosen, open_experts=is_open)
+    ranking = ways_to_run(query, chosen, open_experts=named.isdisjoint(EXPERT_AXES))
     explanation = explain_ranking(query, chosen, ranking, listed=operations)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)

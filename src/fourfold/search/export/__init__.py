@@ -12,7 +12,7 @@ from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
-from fourfold.cost.stacks import EXPORTS, ExportEngine
+from fourfold.cost.stacks import EXPORTS, ExportEngine, stack_rules
 from fourfold.errors import UserError
 from fourfold.search.export.setup import (
     Package,
@@ -27,6 +27,7 @@ from fourfold.search.legal import why_not_spec
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import without_idle_window
 
 # Their file, and how deep the script stands in it.
 AROUND = {"skypilot": ("skypilot.yaml", 2), "kubeflow": ("kubeflow.yaml", 8)}
@@ -83,9 +84,10 @@ def write_folder(engine: str, setup: Setup) -> dict[str, str]:
     return folder(_package(_entry(engine), setup), setup)
 
 
-def runs_in(spec: RunSpec, host_gpus: int) -> tuple[str, ...]:
-    """Titles of engines that can run a layout; an older release counts where the newer one cannot.
-    What one engine does by habit (compiling, its own sums) asks nothing of another."""
+def runs_in(spec: RunSpec, host_gpus: int, stack: str) -> tuple[str, ...]:
+    """Titles of engines that can run a layout, that of the stack whose numbers they are among them;
+    an older release counts where the newer one cannot. What one engine does by habit (compiling,
+    its own sums) asks nothing of another."""
     attention = "auto" if spec.policy.attention == "fused-softmax" else spec.policy.attention
     policy = replace(
         spec.policy, compile=False, async_tp=False, grad_dtype=None, reduce_dtype=None,
@@ -93,8 +95,10 @@ def runs_in(spec: RunSpec, host_gpus: int) -> tuple[str, ...]:
     )  # fmt: skip
     spec = replace(spec, policy=policy)
     found: dict[str, str] = {}
-    for engine in map(EXPORTS.__getitem__, USUAL):
-        if engine.writer and engine.before not in found and _can_write(engine, spec, host_gpus):
+    for name, engine in EXPORTS.items():
+        if name not in (*USUAL, stack_rules(stack).name) or not engine.writer:
+            continue
+        if engine.before not in found and _can_write(engine, spec, host_gpus):
             found[engine.name] = engine.title or engine.name
     return (*found.values(), *(["fourfold"] if not why_not_spec(spec) else []))
 
@@ -117,6 +121,7 @@ def _can_write(engine: ExportEngine, spec: RunSpec, host_gpus: int) -> bool:
 
 def _package(engine: ExportEngine, setup: Setup) -> Package:
     writer = _writer(engine)
+    setup = replace(setup, model=without_idle_window(setup.model, setup.batch.seq_len))
     writer.check(setup.model, engine)
     check_setup(engine.name, setup, writer.CHOICES)
     return writer.package(setup, engine)

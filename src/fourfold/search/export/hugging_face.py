@@ -40,8 +40,8 @@ def _own(setup: Setup) -> str:
     """What a configuration has no place for."""
     recompute = ", gradient checkpointing" if setup.policy.recompute == "full" else ""
     return (
-        f"in TRAIN: the model, data of {setup.batch.seq_len} tokens, {setup.batch.micro_batch} "
-        f"sequences a micro batch, gradients of {_steps(setup)} accumulated{recompute}"
+        f"in TRAIN: the model, data of {setup.batch.seq_len} tokens, micro batch "
+        f"{setup.batch.micro_batch}, gradients of {_steps(setup)} accumulated{recompute}"
     )
 
 

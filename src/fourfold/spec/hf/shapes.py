@@ -95,8 +95,8 @@ def _refuse_experts(data: dict[str, Any], kind: object) -> None:
         if given is None:
             field, given, rule = "model_type", kind, f"has {asked}, which is not modelled"
         raise UserError(rule, field=field, value=given, hint=hint)
-    has_experts = isinstance(kind, str) and kind in EXPERT_TYPES
-    for path, name, value in () if has_experts else _keys(data):
+    is_without = isinstance(kind, str) and kind in TYPES and kind not in EXPERT_TYPES
+    for path, name, value in _keys(data) if is_without else ():
         if value and _EXPERTS.fullmatch(name) and not _NOT_MEANT.fullmatch(name):
             rule = "gives experts to a model type that is read without them"
             hint = f"types with experts: {', '.join(sorted(EXPERT_TYPES))}"

@@ -193,7 +193,8 @@ TYPES: dict[str, Callable[[Config], Fields]] = {
     ),
     "gemma": _GEMMA,
     "gemma2": replace(
-        _GEMMA, kv_heads=4, windows=_some_windows(2), own=_gemma2, fixed={"norms": "around"}
+        _GEMMA, kv_heads=4, windows=_some_windows(2), own=_gemma2, fixed={"norms": "around"},
+        ignored=("sliding_window_size",),  # repeats sliding_window
     ),
     "gemma3_text": replace(
         _GEMMA, kv_heads=4, positions=partial(rope, theta=1e6), windows=_some_windows(6),
