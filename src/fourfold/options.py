@@ -103,8 +103,9 @@ def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
         names = ("gpus", *extra) if cls is RunSpec else ()
         for one in of(cls, *names):
             name = one.names[0][2:].replace("-", "_")
-            # The field itself reads the text: 8k, fsdp, 4Mtokens.
-            plain = one._replace(dest=name, read=None, choices=(), switch=False)
+            # The field itself reads the text: 8k, fsdp, 4Mtokens. A plain number reads none.
+            read = one.read if one.read is float else None
+            plain = one._replace(dest=name, read=read, choices=(), switch=False)
             fields.append((f"{path}.{name}" if path else name, plain))
     return fields
 

@@ -605,6 +605,7 @@ def test_safe_ranks_what_surely_fits(cli) -> None:
         (["--cluster", "small.toml", "--gpus", "1000"], 2, "exceeds the 16 GPUs of small"),
         (["--export", "jax"], 2, "one of megatron"),
         (["--explain", "tp0x"], 2, "is not a layout"),
+        (["--capacity"], 2, "--capacity needs a model with experts"),
         (["--model", "llama-3.1-405b", "--stack", "megatron"], 1, ""),
         (["--where", "dp > 1000", "--stack", "megatron"], 1, ""),
         (["--precision", "fp4"], 1, ""),

@@ -43,6 +43,20 @@ def test_a_layout_is_explained_with_the_experts_it_names(cli, layout, status, sa
     assert says in cli(*ASK, "--explain", layout, status=status).partition("its best variants")[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "says", "differ"),
+    [
+        ([], "(--imbalance 1)", True),
+        (["--imbalance", 0.5], "(--imbalance 0.5)", False),
+        (["--pp", 8, "--recompute", "moe"], "recompute none or of experts: ", False),
+    ],
+)
+def test_what_is_said_of_routing_holds_for_the_first_choice(cli, words, says, differ) -> None:
+    said = cli(*ASK, "--details", *words)
+    assert says in said
+    assert (" as routers differ)" in said) is differ
+
+
 def test_rows_of_a_table_say_how_experts_are_spread(cli) -> None:
     header, first, *_ = csv.reader(cli(*ASK, "--format", "csv").splitlines())
     assert int(dict(zip(header, first, strict=True))["ep"]) > 1

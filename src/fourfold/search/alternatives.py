@@ -31,8 +31,10 @@ _SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 
 def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
     """Measured rows behind each choice that one run makes."""
-    made = (name for name, mask in choices(c).items() if mask[0])
-    return {name: query.evidence.get(name, 0) for name in made} if query.evidence else {}
+    made = {name: query.evidence.get(name, 0) for name, mask in choices(c).items() if mask[0]}
+    if "recompute none" in made and c.moe_ckpt[0] + c.moe_act_ckpt[0] > 0:
+        made["recompute none or of experts"] = made.pop("recompute none")  # counted as one
+    return made if query.evidence else {}
 
 
 def outside(query: PlanQuery, c: Columns) -> list[str]:

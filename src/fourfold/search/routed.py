@@ -30,8 +30,9 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
     even, spread = (replace(c, imbalance=np.full(1, x)) for x in (0.0, natural))
     forced, uneven = (predictions(one, query.entry) for one in (even, spread))
     step_s, ends = float(uneven.step_s[0]), []
+    differ = SPREAD if query.policy.imbalance is None else 0.0  # what was measured is known
     for way, end in ((-1.0, uneven.low_s), (1.0, uneven.high_s)):
-        moved = np.full(1, natural * exp(way * TWO_SIDED_80 * SPREAD))
+        moved = np.full(1, natural * exp(way * TWO_SIDED_80 * differ))
         other = predictions(replace(c, imbalance=moved), query.entry).step_s
         half = hypot(log(float(end[0]) / step_s), log(float(other[0]) / step_s))
         ends.append(step_s * exp(way * half))

@@ -4,6 +4,7 @@ it; what was searched."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isclose
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Grid, named, table
@@ -52,11 +53,13 @@ def routing(plan: PlanAnswer) -> Iterable[str]:
     one = plan.routed
     if one is None:
         return
+    first = plan.best.step_s_high if plan.best else 0.0  # which takes the imbalance as known
+    differ = " as routers differ" * (not isclose(one.natural_range_s[1], first, rel_tol=1e-3))
     even, natural = (
-        f"{short_s(step_s)} s (80%: {short_s(low)} to {short_s(high)}), {peak / 2**30:.0f} GiB"
-        for step_s, (low, high), peak in (
-            (one.forced_s, one.forced_range_s, one.forced_bytes),
-            (one.natural_s, one.natural_range_s, one.natural_bytes),
+        f"{short_s(step_s)} s (80%: {short_s(low)} to {short_s(high)}{why}), {peak / 2**30:.0f} GiB"
+        for step_s, (low, high), peak, why in (
+            (one.forced_s, one.forced_range_s, one.forced_bytes, ""),
+            (one.natural_s, one.natural_range_s, one.natural_bytes, differ),
         )
     )
     yield (

@@ -95,7 +95,7 @@ class Policy:
         default="natural",
     )
     imbalance: float | None = flag(
-        "standard deviation over mean of the experts' tokens (default: 1, forced 0)",
+        "standard deviation over mean of the experts' tokens (default: up to 1 by model, forced 0)",
         "X",
         rare=True,
         default=None,

@@ -31,6 +31,7 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
+from fourfold.spec import check
 from fourfold.spec.layout import EXPERT_AXES, Layout
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
@@ -128,6 +129,8 @@ def plan(
     where no engine is asked for, also the best of each. `second_process`: our own engine, which has
     by far the most layouts, may be looked through beside the others."""
     query, counts = resolved(request, on_event)
+    needs = "needs a model with experts"
+    check.that(not request.capacity or query.model.moe, "capacity", None, needs)
     measured = best_measured(request.measured, query) if request.measured else None
     compares = not (request.stack or request.export)
     apart = compares and second_process and query.stack != OURS and len(counts) == 1
