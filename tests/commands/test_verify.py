@@ -71,3 +71,9 @@ def test_a_fault_is_planted_where_it_can_exist(specs):
     words = ["verify", "--world", "2", "--break", "expert-norm-twice", "--format", "json"]
     main(words)
     assert {spec.policy.sharding for spec in specs} == {"zero0"}
+
+
+def test_a_model_that_this_host_cannot_hold_is_refused_before_anything_starts(cli) -> None:
+    said = cli("verify", "--layout", "tp2", "--model", "llama-3.1-405b", status=2)
+    assert "--model llama-3.1-405b needs" in said
+    assert "for states, and this host has" in said

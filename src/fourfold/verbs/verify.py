@@ -8,15 +8,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.job import Job, Limits
+from fourfold.result.machine import host_memory_bytes
 from fourfold.result.report import RunReport
 from fourfold.spec import Layout, ModelShape, Policy, RunSpec, check, codec
 from fourfold.spec.catalog import TINY, model
 from fourfold.spec.supported import not_run
+from fourfold.units import show_bytes
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
@@ -98,7 +101,7 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
     names = request.models or [TINY[family] for family in families(request, layout)]
     models = tuple(model(name) for name in names)
     for shape in models:
-        _must_run(shape)
+        _must_run(shape, is_here=request.device == "cpu" and site_of(request) is None)
     needed = verify_cases.FAULT_NEEDS.get(request.fault or "", {})
     fixed: dict[str, Any] = {"precision": request.precision, **needed, **request.policy}
     for name, value in permit.env:
@@ -109,11 +112,16 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
     return Wish(request=request, world=world, models=models, layout=layout, fixed=decided)
 
 
-def _must_run(shape: ModelShape) -> None:
-    """Refused before layouts are tried: no layout would help."""
+def _must_run(shape: ModelShape, *, is_here: bool) -> None:
+    """Refused before layouts are tried: no layout would help. Here both the reference and the ranks
+    hold weights, gradients and two moments in fp32."""
     lacking = not_run(shape, verify_cases.SEQ_LEN)
     rule = f"needs {', '.join(lacking)}, which the engine does not support"
-    check.that(not lacking, "model", shape.name, rule, "plan and models accept it")
+    check.that(not lacking, "models", shape.name, rule, "plan and models accept it")
+    needed, room = 2 * 16 * model_params(shape, verify_cases.SEQ_LEN), host_memory_bytes()
+    rule = f"needs {show_bytes(needed)} for states, and this host has {show_bytes(room)}"
+    hint = "use a smaller model, such as its config.json with fewer layers"
+    check.that(not is_here or needed <= room, "models", shape.name, rule, hint)
 
 
 def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
