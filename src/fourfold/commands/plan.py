@@ -79,9 +79,28 @@ def plan(args: Any, show: OnEvent) -> Output:
     if args.stack == "list":
         known = fourfold.stacks(**options.given(args, "cluster", "gpu", "profile", "calibration"))
         return Output.of(known, lambda: stacks_page(known.stacks))
+    _one_question(args)
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
     return _answered(args, options.load(PlanRequest, args, **given), show)
+
+
+# What has an answer of its own; options that say more of one -> which.
+_QUESTIONS = ("front", "largest", "deadline", "budget", "explain", "export", "html")
+_PARTS = {"timeline": ("explain",), "operations": ("explain",), "out": ("export",),
+          "job": ("export",), "pick": ("export",), "open": ("html",),
+          "chance": ("deadline", "budget")}  # fmt: skip
+
+
+def _one_question(args: Any) -> None:
+    """Refuse options that the answer would leave out."""
+    asked = [name for name in _QUESTIONS if getattr(args, name) is not None]
+    if len(asked) > 1 and asked != ["deadline", "budget"]:
+        rule, hint = f"does not go with --{asked[0]}", "ask one after the other"
+        raise UserError(rule, field=f"--{asked[-1]}", hint=hint)
+    for name, needs in _PARTS.items():
+        if getattr(args, name) is not None and not {*needs} & {*asked}:
+            raise UserError(f"needs {' or '.join(f'--{one}' for one in needs)}", field=f"--{name}")
 
 
 def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
@@ -96,9 +115,6 @@ def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
         return Output.of(dated, lambda: calendar_page(dated), status=int(dated.best is None))
     if args.explain:
         return _explain(args, request, show)
-    for name in ("timeline", "operations"):
-        if getattr(args, name):
-            raise UserError("needs --explain", field=f"--{name}", hint="add --explain 'pp4 dp2'")
     if args.export:
         return _export(args, request, show)
     if args.html:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.show.pictures import content, empty_figure
 from fourfold.show.table import Grid, Part, named, table
-from fourfold.units import short_s, show_bytes, show_count
+from fourfold.units import counted, short_s, show_bytes, show_count
 
 if TYPE_CHECKING:
     from fourfold.verbs.calendar_request import Calendar, CalendarPoint
@@ -91,9 +91,10 @@ def _where_it_goes(best: CalendarPoint) -> Grid:
 
 def _remarks(answer: Calendar, best: CalendarPoint) -> Iterable[str]:
     yield (
-        f"{best.steps:,} steps; about {best.interruptions:,.0f} interruptions; a checkpoint of "
-        f"{show_bytes(best.checkpoint_bytes)} every {best.checkpoint_s / 60:.0f} minutes; "
-        f"{best.spare_hosts} spare host{'s' * (best.spare_hosts != 1)}, which the cost includes"
+        f"{best.steps:,} steps; about {counted(round(best.interruptions), 'interruption')}; a "
+        f"checkpoint of {show_bytes(best.checkpoint_bytes)} every {best.checkpoint_s / 60:.0f} "
+        f"minutes; {counted(best.spare_hosts, 'spare host')}"
+        + (", which the cost includes" if best.cost is not None else "")
     )
     given = [
         f"{name}={one['value']:g}"

@@ -125,7 +125,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
 def _training(plan: PlanAnswer, row: PlanRow) -> str:
     """What the whole training takes; its columns do not always have room."""
     days = f"{_days(row):.1f} days (80%: {' to '.join(_days_range(row))})"
-    cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
+    cost = f", cost {row.cost:,.0f} without spare hosts" if row.cost is not None else ""
     lost = plan.training["lost_share"]
     share = f", of which {100 * lost:.1f}% are not in steps" if lost else ""
     energy = f", {row.power_w * row.gpu_hours / 1e6:,.0f} MWh"
