@@ -95,6 +95,11 @@ def test_diff_needs_repeats_to_decide(tmp_path: Path, speed: list[float], cli: C
     assert first["settings"][0]["name"] == "batch.micro_batch"
     measure("1", 0.501)
     assert cli.json(*words)["verdict"] == "different"
+    again = next(name for name in runs if f"{name[:8]}#1" in cli("runs", "--runs", tmp_path))[:8]
+    assert f"\n{again}#0 " in cli("runs", "--runs", tmp_path), "an id alone names all repeats"
+    apart = cli("diff", f"{again}#0", f"{again}#1", "--runs", tmp_path)
+    assert f"A ({again}#0)" in apart
+    assert f"B ({again}#1)" in apart
     cli("diff", "zz", runs[0], "--runs", tmp_path, status=2)
 
 

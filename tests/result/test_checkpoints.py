@@ -24,6 +24,7 @@ from fourfold.result.files.training_folder import (
     must_continue,
 )
 from fourfold.spec import codec
+from fourfold.spec.batch import Ramp
 from fourfold.spec.catalog import model
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
@@ -247,12 +248,14 @@ def test_what_trains_something_else_is_refused() -> None:
         "seed": spec(seed=1),
         "model.layers": spec(model=replace(model("llama-tiny"), layers=5)),
         "policy.param_dtype": spec(precision="bf16-pure"),
+        "batch.ramp": replace(spec(), batch=replace(spec().batch, ramp=Ramp.parse("2,2,8"))),
     }
     for field, asked in wrong.items():
         with pytest.raises(UserError) as caught:
             must_continue(old, asked)
         assert caught.value.field == field
         assert caught.value.hint
+        assert "Ramp(" not in str(caught.value)
 
 
 def test_changes_are_said() -> None:

@@ -74,7 +74,7 @@ def test_a_clean_run_has_no_flag() -> None:
         ({"samples": (sample("sw_power_cap"),)}, "throttled"),
         (
             {"memory": (RankMemory(rank=0, stage=0, peak_bytes=9, retries=2),)},
-            "2 allocator retries in the window",
+            "the allocator retried 2 times in the window",
         ),
         ({"ranks": (RankSteps(rank=0, recompiles=3),)}, "3 recompiles in the window"),
         ({"ranks": (RankSteps(rank=0, recompiles=1),)}, "1 recompile in the window"),

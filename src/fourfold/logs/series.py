@@ -13,6 +13,8 @@ from array import array
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from fourfold.units import counted
+
 # Beyond so many lines every second one is dropped, again and again.
 MOST_LINES = 2**15
 # Steps that interleaved ranks may be apart.
@@ -225,7 +227,8 @@ class StepSeries:
             value = only.seconds if only.seconds is not None else 1.0 / rate if rate else None
             tflops, count, left = only.tflops, 1, {}
         out = ", ".join(f"{n} {why}" for why, n in left.items() if n)
-        rule = f"median of {count} iterations" if value is not None else "no timed iteration"
+        middle = f"median of {counted(count, 'iteration')}"
+        rule = "no timed iteration" if value is None else middle
         is_rate = self._is_rate and value is not None
         return StepTimes(
             seconds=None if is_rate else value,

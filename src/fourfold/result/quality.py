@@ -39,7 +39,8 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"throttled: {', '.join(reasons)}")
     retries = sum(rank.retries for rank in report.memory)
     if retries:
-        doubts.append(f"{retries} allocator retries in the window")
+        times = "retried once" if retries == 1 else f"retried {retries} times"
+        doubts.append(f"the allocator {times} in the window")
     recompiles = sum(rank.recompiles for rank in report.ranks)
     if recompiles:
         doubts.append(f"{counted(recompiles, 'recompile')} in the window")

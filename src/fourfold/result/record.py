@@ -211,6 +211,13 @@ CONFIG = (
 )  # fmt: skip
 
 
+def short_name(run: Record, among: Iterable[Record]) -> str:
+    """The start of its id; with its number where it was run again, since an id alone names all its
+    repeats."""
+    again = any(one.repeat for one in among if one.run_id == run.run_id)
+    return run.run_id[:8] + (f"#{run.repeat}" if again else "")
+
+
 def grouped(
     records: Iterable[Record], names: Iterable[str]
 ) -> dict[tuple[object, ...], list[Record]]:

@@ -223,9 +223,11 @@ def oom_page(oom: dict[str, Any]) -> list[Part]:
         )
         parts += [tensors, ""]
     if oom["fixes"]:
+        fits = any(one["fits"] for one in oom["fixes"])
+        title = "changes that would fit, by predicted cost" if fits else "changes that come nearest"
         fixes = table(
             oom["fixes"],
-            *named("changes that would fit, by predicted cost=change"),
+            *named(f"{title}=change"),
             ("fits", lambda one: "yes" if one["fits"] else "no"),
             *named("memory=peak_bytes:bytes", "step time=step_s:seconds"),
             ("slower", lambda one: f"{one['slower_pct']:+.0f}%"),

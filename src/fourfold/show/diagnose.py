@@ -119,7 +119,7 @@ def _interval(row: PartRow) -> str:
 
 def _outside(row: PartRow) -> str:
     if row.expected is None:
-        return _ms(row.seconds) if row.name in parts.IDLE else "-"
+        return f"{1e3 * row.seconds:+.1f}" if row.name in parts.IDLE else "-"
     return "-" if abs(row.outside_s) < 5e-5 else f"{1e3 * row.outside_s:+.1f}"
 
 

@@ -136,7 +136,7 @@ def _compute_rows(profile: HardwareProfile) -> list[list[str]]:
     for dtype in dict.fromkeys(point.dtype for point in profile.gemms):
         points = [point for point in profile.gemms if point.dtype == dtype]
         best = max(points, key=lambda point: point.flops_per_s)
-        how = f"best of {len(points)} shapes, {best.m}x{best.n}x{best.k}"
+        how = f"best of {counted(len(points), 'shape')}, {best.m}x{best.n}x{best.k}"
         rows.append([f"gemm {dtype}", _gigaflops(best.flops_per_s), how])
     for kernel in dict.fromkeys(point.kernel for point in profile.attentions):
         timed = [point for point in profile.attentions if point.kernel == kernel]

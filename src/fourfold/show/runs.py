@@ -6,6 +6,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fourfold.result.record import grouped, short_name
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Column, Grid, Part, named, or_dash, quantities, table
@@ -31,6 +32,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     counts = answer.outcomes
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
     found = [stored.summary for stored in answer.runs]
+    same = grouped(found, ["run_id"])
     optional: tuple[Column, ...] = (
         *named("engine=stack"),
         ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
@@ -39,7 +41,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     )
     runs = table(
         found,
-        ("run", lambda one: one.run_id[:8] + (f"#{one.repeat}" if one.repeat else "")),
+        ("run", lambda one: short_name(one, same[one.run_id,])),
         *named(*_RUN, "outcome", *_FIGURES, "memory=peak_bytes:bytes"),
         *(column for column in optional if any(map(column[1], found))),
     )

@@ -31,6 +31,9 @@ class Ramp:
     def __post_init__(self) -> None:
         check.whole(start=self.start, increment=self.increment, samples=self.samples)
 
+    def __str__(self) -> str:
+        return f"{self.start},{self.increment},{self.samples}"
+
     @classmethod
     def parse(cls, text: str) -> Ramp:
         """'192,16,9765625' -> start, increment, samples."""

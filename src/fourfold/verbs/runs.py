@@ -12,7 +12,7 @@ from fourfold.events import OnEvent, ignore, progress, warnings
 from fourfold.result.files.run_file import RUN_FILE
 from fourfold.result.files.store import Store, Stored
 from fourfold.result.quality import Comparison, compare, differences, stored_spread
-from fourfold.result.record import RUN_FIELDS, Record
+from fourfold.result.record import RUN_FIELDS, Record, short_name
 from fourfold.spec import check, codec
 from fourfold.spec.expression import Expression, parse
 from fourfold.units import counted
@@ -124,13 +124,14 @@ def _named(name: str, a: Any, b: Any) -> dict[str, Any]:
 def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> Differences:
     known = Store(store, warn=warnings(on_event)).runs()
     one, other = repeats_of(a, known), repeats_of(b, known)
+    listed = [stored.summary for stored in known]
     first, second = one[-1].report(), other[-1].report()
     spread = None
     if one[-1].summary.device == other[-1].summary.device:
-        spread = stored_spread([stored.summary for stored in known], one[-1].summary.device)
+        spread = stored_spread(listed, one[-1].summary.device)
     reports = {"a": first, "b": second}
     return Differences(
-        names=(one[-1].name[:8], other[-1].name[:8]),
+        names=(short_name(one[-1].summary, listed), short_name(other[-1].summary, listed)),
         settings=differences(codec.encode(first.spec), codec.encode(second.spec)),
         environment=differences(dict(first.environment), dict(second.environment)),
         result=_results(run_facts(first), run_facts(second)),

@@ -143,7 +143,7 @@ def prepared(
     if cut.unreadable:
         lines = counted(cut.unreadable, "line")
         on_event(Event(f"{lines} of the curve can't be read, and kept in {cut.aside}"))
-    again = f"; {cut.steps} later steps are done again" if cut.steps else ""
+    again = f"; {counted(cut.steps, 'later step')} done again" if cut.steps else ""
     on_event(Event(f"continuing after step {start.step}{again}"))
     for change in changes(start.state, spec, settings):
         on_event(Event(f"changed since then: {change}"))

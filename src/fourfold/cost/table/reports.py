@@ -20,6 +20,7 @@ from fourfold.result.record import OWN_STACK
 from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster
+from fourfold.units import counted
 
 STACK = OWN_STACK
 
@@ -51,7 +52,8 @@ def report_rows(
     reports = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
     others = [r for r in reports if dict(r.environment).get("engine")]
     if others:
-        warn(f"{len(others)} runs of other engines are left to 'fourfold collect {folder}'")
+        left = counted(len(others), "run")
+        warn(f"{left} of other engines are left to 'fourfold collect {folder}'")
     reports = [r for r in reports if not dict(r.environment).get("engine")]
     if not reports:
         hint = "measure one with 'fourfold bench' first"

@@ -100,7 +100,7 @@ def _together(
             assert isinstance(handle, dist.ProcessGroup)  # torch's type for ranks outside
             group = Group(axis="", ranks=ranks, rank=task.rank, handle=handle)
             torch.set_num_threads(max(1, task.place.cores // n))
-            task.heartbeat.enter(f"{n} ranks at once")
+            task.heartbeat.enter("one rank alone" if n == 1 else f"{n} ranks at once")
             slice_s = seconds / len(sizes)
             shared.append(shared_rates(device, group, slice_s * 0.2))
             if device.type == "cpu":

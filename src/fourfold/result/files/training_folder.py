@@ -197,8 +197,9 @@ def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
     one, other = codec.encode(old.model), codec.encode(new.model)
     for name in sorted({*one, *other} - {"name"}):
         differing[f"model.{name}"] = (one.get(name), other.get(name))
-    for name in ("seq_len", "global_batch", "ramp"):
+    for name in ("seq_len", "global_batch"):
         differing[f"batch.{name}"] = (getattr(old.batch, name), getattr(new.batch, name))
+    differing["batch.ramp"] = (str(old.batch.ramp or "none"), str(new.batch.ramp or "none"))
     differing["seed"] = (old.seed, new.seed)
     return differing
 
