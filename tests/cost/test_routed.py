@@ -190,11 +190,12 @@ def test_pairs_differ_in_one_setting_and_over_2_percent(tmp_path: Path) -> None:
 
 def test_runs_with_experts_teach_no_others() -> None:
     known = shipped()
-    assert known.routed
-    assert not any("experts" in entry.stack for entry in known.entries)
+    dense, routed = (tuple(known.of(experts=some)) for some in (False, True))
+    assert dense
+    assert routed
+    assert len(dense) + len(routed) == len(known.entries)
     where = {"stack": "nemo-2031", "cluster": "elsewhere", "generation": "h"}
-    with_all = blend((*known.entries, *known.routed), **where)
-    assert with_all.coefficients == blend(known.entries, **where).coefficients
+    assert blend(known.entries, **where).coefficients == blend(dense, **where).coefficients
 
 
 def test_tokens_beyond_a_capacity() -> None:
@@ -245,7 +246,7 @@ def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
     known, cluster = shipped(), usual_cluster(catalog.device("h800-80gb"), 64)
     dense = match_stack("megatron", cluster, known)
     routed = match_stack("megatron", cluster, known, experts=True)
-    measured = {entry.stack for entry in known.routed if entry.rows_time}
+    measured = {entry.stack for entry in known.of(experts=True) if entry.rows_time}
     assert with_experts(dense) not in measured  # the nearest dense one says nothing of experts
     assert with_experts(routed) in measured
 

@@ -40,7 +40,7 @@ from fourfold.verbs.requests import PlanRequest
 from tests.specs import run_spec
 
 SHIPPED = calibrations.shipped()
-MEASURED = sorted({entry.stack for entry in SHIPPED.entries})
+MEASURED = sorted({entry.stack for entry in SHIPPED.of(experts=False)})
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "mpt-7b", "mpt-30b", "qwen3-8b", "gemma-2-9b",
           "llama-3.1-70b")  # fmt: skip
 OPEN = ("pp", "cp", "tp", "dp", "replicate", "micro_batch", "sharding", "cp_kind", "schedule",

@@ -216,13 +216,13 @@ def draw_runs(
     import numpy as np
 
     allowed = _within(specs, most_events)
-    groups: dict[tuple[int, str], list[int]] = {}
+    groups: dict[tuple[int, str, bool], list[int]] = {}
     for place, (spec, device) in enumerate(zip(specs, devices, strict=True)):
-        groups.setdefault((spec.gpus, device), []).append(place)
+        groups.setdefault((spec.gpus, device, spec.model.moe is not None), []).append(place)
     drawn = [_UNKNOWN] * len(specs)
-    for (gpus, device), places in groups.items():
+    for (gpus, device, experts), places in groups.items():
         machine = named_cluster(device, gpus) or local_guess(gpus)
-        entry, _ = entry_for(calibrations.shipped(), OURS, machine)
+        entry, _ = entry_for(calibrations.shipped(), OURS, machine, experts=experts)
         known = [place for place in places if _has_peak(specs[place], machine)]
         if not known:
             continue

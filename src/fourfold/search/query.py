@@ -133,7 +133,7 @@ def usual_cluster(device: Device, gpus: int) -> Cluster:
 
 def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     """The stack with most measured rows on the cluster, else no engine in particular."""
-    known = [entry for entry in calibration.entries if entry.cluster == cluster.name]
+    known = [e for e in calibration.of(experts=False) if e.cluster == cluster.name]
     if not known:
         return "generic"
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
@@ -200,8 +200,7 @@ def entry_for(
 def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
     """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
     were measured; '' where there is none, or runs of this very cluster are known."""
-    every = (*calibration.entries, *calibration.routed)
-    measured = {e.cluster: e.rows_time for e in every if e.stack == stack}
+    measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
     place = site_of if has_experts(stack) else str
     alike = () if place(cluster.name) in measured else _alike(cluster)
     known = [name for name in alike if measured.get(place(name))]
@@ -233,13 +232,13 @@ def _same_machines(one: Cluster, other: Cluster) -> bool:
 def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
     """Rows by choice: of the entry, or of all entries where it is a blend of them; a kind of
     sharding must be one that the engine itself is run with."""
-    total = dict(entry.counts)
+    total, dense = dict(entry.counts), calibration.of(experts=False)
     if not (entry.counts or entry.rows_time):
-        for known in calibration.entries:
+        for known in dense:
             for name, count in known.counts.items():
                 total[name] = total.get(name, 0) + count
     rules = stack_rules(entry.stack).name
-    kin = [e for e in calibration.entries if stack_rules(e.stack).name == rules]
+    kin = [e for e in dense if stack_rules(e.stack).name == rules]
     runs = sum(e.rows_time for e in kin)
     for name in SHARDINGS:
         count = sum(e.counts.get(name, 0) for e in kin)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.stacks import STACKS, stack_rules, with_experts, year_of
+from fourfold.cost.stacks import STACKS, stack_rules, with_experts, without_experts, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.search.query import twin
 from fourfold.spec.catalog import generation_of
@@ -17,8 +17,13 @@ _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
 def short_names(calibration: Calibration) -> set[str]:
     """Names of engines without a year; of measured ones also without what follows the year."""
-    measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
+    measured = {re.split(r"-20[0-9][0-9]", name)[0] for name in full_names(calibration)}
     return {*(name for name in STACKS if not year_of(name)), *measured}
+
+
+def full_names(calibration: Calibration) -> set[str]:
+    """Of all that is measured, with experts or without."""
+    return {without_experts(entry.stack) for entry in calibration.entries}
 
 
 def match_stack(
@@ -28,12 +33,18 @@ def match_stack(
     generation of GPU, the newest; for a model with `experts` one that was measured with some. A
     full name stays as it is; a name nobody knows is refused."""
     stack = require_known(stack, calibration)
-    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-") and e.rows_time]
-    if not named or any(e.stack == stack for e in calibration.entries):
+    dense, routed = (
+        [e for e in calibration.of(experts=with_some) if e.rows_time] for with_some in (False, True)
+    )
+    if any(e.stack == stack for e in calibration.entries):
         return stack
+    named = [e for e in dense if e.stack.startswith(f"{stack}-")]
     if experts:
-        routed = {e.stack for e in calibration.routed if e.rows_time}
-        named = [e for e in named if with_experts(e.stack) in routed] or named
+        known = {e.stack for e in routed}
+        named = [e for e in named if with_experts(e.stack) in known] or named
+        named = named or [e for e in routed if e.stack.startswith(f"{stack}-")]
+    if not named:
+        return stack
     generation = generation_of(cluster.device) if cluster else ""
 
     def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
@@ -44,14 +55,14 @@ def match_stack(
         alike = entry.generation == generation
         return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
 
-    return max(named, key=says).stack
+    return without_experts(max(named, key=says).stack)
 
 
 def require_known(stack: str, calibration: Calibration) -> str:
     """The name in lower case, once it is one: it changes the rules and the seconds."""
     name = stack.strip().lower()
     short = short_names(calibration)
-    measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
+    measured = {name.lower(): name for name in full_names(calibration)}
     if name in measured or name in short or _YEAR.sub("", name) in short:
         return measured.get(name, name)
     hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
@@ -60,17 +71,20 @@ def require_known(stack: str, calibration: Calibration) -> str:
 
 def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
     """Every name: whose rules it has, what it stands for, and on what it was measured."""
-    full = {entry.stack for entry in calibration.entries}
     rows = []
-    for name in sorted(short_names(calibration) | full):
+    for name in sorted(short_names(calibration) | full_names(calibration)):
         stands_for = match_stack(name, cluster, calibration)
-        entries = [entry for entry in calibration.entries if entry.stack == stands_for]
+        dense, routed = (
+            {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
+            for stack in (stands_for, with_experts(stands_for))
+        )
         rows.append(
             {
                 "stack": name,
                 "stands_for": stands_for,
                 "rules": stack_rules(name).name,
-                "measured": {entry.cluster: entry.rows_time for entry in entries},
+                "measured": dense,
+                "with_experts": routed,
             }
         )
     return rows

@@ -106,6 +106,7 @@ def stacks_page(stacks: Sequence[dict[str, Any]]) -> list[Part]:
             lambda one: "itself" if one["stands_for"] == one["stack"] else one["stands_for"],
         ),
         *named("limits of=rules"),
+        ("with experts", lambda one: str(sum(one["with_experts"].values()) or "-")),
         ("measured on (runs)", lambda one: measured(one) or "-"),
     )
     note = "* not described here: 'fourfold clusters new' makes a file for --cluster"

@@ -111,9 +111,9 @@ def _sizes(request: AdviseRequest) -> Advice:
     check.that(precision in BUNDLES, "precision", precision, f"is not one of {', '.join(BUNDLES)}")
     if precision in ("fp8", "fp4"):
         device.peak(precision)  # refuses a GPU without it
-    coefficients, whose = _coefficients(request, device)
     shape = _shape(request)
     routed = _with_experts(request, shape)
+    coefficients, whose = _coefficients(request, device, experts=routed.experts > 0)
     kernels = sizes.Kernels(device, precision, coefficients, request.attention)
     every = request.model is not None
     free_heads = request.heads is None and not every
@@ -140,11 +140,15 @@ def _sizes(request: AdviseRequest) -> Advice:
     )
 
 
-def _coefficients(request: AdviseRequest, device: Device) -> tuple[dict[str, float], str]:
+def _coefficients(
+    request: AdviseRequest, device: Device, *, experts: bool
+) -> tuple[dict[str, float], str]:
     known = read_calibration(request.calibration)
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
-    stack = match_stack(request.stack, cluster, known) if request.stack else "fourfold"
-    entry, why = entry_for(known, stack, cluster)
+    stack = "fourfold"
+    if request.stack:
+        stack = match_stack(request.stack, cluster, known, experts=experts)
+    entry, why = entry_for(known, stack, cluster, experts=experts)
     rows = why or counted(entry.rows_time, "measured row")
     return entry.coefficients, f"efficiencies of {stack} on {cluster.name} ({rows})"
 

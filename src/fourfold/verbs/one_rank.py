@@ -11,11 +11,10 @@ from typing import Any
 from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
-from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
+from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.estimate import estimate
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
@@ -56,7 +55,8 @@ class StagePlanner:
     def __init__(self, request: OneRankRequest, spec: RunSpec) -> None:
         self.spec = spec
         self.cluster, self.basis = stage_cluster(spec, request.cluster, request.profile)
-        entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster)
+        has_experts = spec.model.moe is not None
+        entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster, experts=has_experts)
         known = coefficients_of(read_profile(request.profile)) if request.profile else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
         self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})
@@ -64,9 +64,8 @@ class StagePlanner:
 
     def step_s(self) -> tuple[float, float, float]:
         """The planner's own step: (seconds, low, high)."""
-        found = estimate(self.columns, self.entry.coefficients)
-        low, high = StepInterval(self.columns, self.entry, found).ends_s
-        return float(found.step_s[0]), float(low[0]), float(high[0])
+        found = predictions(self.columns, self.entry)
+        return float(found.step_s[0]), float(found.low_s[0]), float(found.high_s[0])
 
     def fullest_stage(self) -> int:
         room = memory(self.columns, self.entry.coefficients)

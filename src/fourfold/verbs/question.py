@@ -93,7 +93,7 @@ def _with_habits(request: PlanRequest, stack: str, policy: Policy) -> Policy:
 
 
 def _is_measured(cluster: Cluster, known: Calibration) -> bool:
-    return any(entry.cluster == cluster.name for entry in known.entries)
+    return any(entry.cluster == cluster.name for entry in known.of(experts=False))
 
 
 def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy: Policy) -> str:
@@ -224,8 +224,8 @@ def _stack(
         return queries.default_stack(cluster, known)
     stack = match_stack(asked, cluster, known, experts=experts)
     if stack != asked.strip().lower():
-        entries, name = (known.routed, with_experts(stack)) if experts else (known.entries, stack)
-        rows = {e.cluster: e.rows_time for e in entries if e.stack == name and e.rows_time}
+        name = with_experts(stack) if experts else stack
+        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == name and e.rows_time}
         where = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in rows.items())
         measured = f"measured on {where}" if where else "never measured with experts"
         on_event(Event(f"read as: stack {asked} = {stack}, {measured}"))

@@ -110,25 +110,26 @@ class FittedStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Entries by key; `routed`: of runs with experts, which learn from all and teach no others."""
+    """Entries by key. Those of runs with experts learn from all and teach no others."""
 
     name: str
     sources: tuple[str, ...]
     entries: tuple[FittedStack, ...]
-    routed: tuple[FittedStack, ...] = ()
 
     def __post_init__(self) -> None:
         check.name(name=self.name)
 
+    def of(self, *, experts: bool) -> list[FittedStack]:
+        return [entry for entry in self.entries if has_experts(entry.stack) == experts]
+
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
-        every = (*self.entries, *self.routed)
-        for known in every:
+        for known in self.entries:
             if known.stack == stack and known.cluster == cluster:
                 return known, ""
-        blended = blend(every, stack=stack, cluster=cluster, generation=generation)
+        blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
         family = family_of(stack)
-        kin = [e for e in every if e.rows_time and has_experts(e.stack) == has_experts(stack)]
+        kin = [entry for entry in self.of(experts=has_experts(stack)) if entry.rows_time]
         elsewhere = [e for e in kin if family_of(e.stack) == family != ""]
         alike = any(e.generation == generation for e in kin)
         wide = replace(
@@ -276,25 +277,17 @@ def load(path: str) -> Calibration:
 @functools.cache
 def shipped() -> Calibration:
     """The calibration that comes with the package."""
-    plain = _of_package("shipped.json")
-    routed = _read("experts.json").entries
-    every = (*plain.entries, *routed)
-    filled = (replace(e, coefficients=_of_others(e, every) | e.coefficients) for e in routed)
-    return replace(plain, routed=tuple(filled))
+    known = _read("shipped.json")
+    return replace(known, entries=completed((*known.entries, *_read("experts.json").entries)))
 
 
 def gpu_entry(stack: str, device: str) -> FittedStack | None:
     """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
-    known = _of_package("own.json").entries
+    known = completed(_read("own.json").entries)
     return next((e for e in known if (e.stack, e.cluster) == (stack, f"1 x {device}")), None)
 
 
 @functools.cache
-def _of_package(name: str) -> Calibration:
-    found = _read(name)
-    return replace(found, entries=completed(found.entries))
-
-
 def _read(name: str) -> Calibration:
     file = resources.files("fourfold").joinpath("data", "calibrations", name)
     return codec.load(Calibration, codec.parse_json(file.read_text(encoding="utf-8")))

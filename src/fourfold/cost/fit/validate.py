@@ -28,6 +28,7 @@ from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
+from fourfold.units import counted
 
 NOISE = 0.05  # log error of one measured run under a good model
 
@@ -156,7 +157,7 @@ def calibrate(
     rows = sample(tables)
     fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
     kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
-    tell(f"fitting {len(rows)} rows of {len(fresh)} stacks and clusters")
+    tell(f"fitting {len(rows)} rows: {counted(len(fresh), 'key')} of stack and cluster")
     entries = (*kept, *fit_entries(rows, kept, rounds=3, fixed=fixed))
     if not kept:
         entries = settled(entries)

@@ -11,6 +11,7 @@ import numpy as np
 
 from fourfold.cost.memory.peak import GIB
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import site_of, with_experts
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
@@ -58,14 +59,14 @@ def report_rows(
     if not reports:
         hint = "measure one with 'fourfold bench' first"
         raise UserError("contains no run", field="--runs", value=folder, hint=hint)
-    n = len(reports)
+    n, routed = len(reports), [r.spec.model.moe is not None for r in reports]
     return Rows(
         table=_table(folder, reports, cluster),
         columns=columns_of([r.spec for r in reports], cluster=cluster, stack=STACK),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
-        stack=np.array([STACK] * n),
-        cluster=np.array([cluster.name] * n),
+        stack=np.array([with_experts(STACK) if has else STACK for has in routed]),
+        cluster=np.array([site_of(cluster.name) if has else cluster.name for has in routed]),
         hardware=np.array([cluster.device.id] * n),
         step_s=np.array([_step_s(r) for r in reports]),
         mem_gb=np.array([_gib(r) for r in reports]),
