@@ -575,6 +575,19 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
         assert export.write(release, one)
 
 
+@pytest.mark.parametrize(
+    ("asked", "field", "value"),
+    [(["--sharding", "fsdp"], "sharding", "zero3"), (["--recompute", "full"], "sharding", "zero1"),
+     (["--cp", "2", "--cp-kind", "a2a"], "recompute", "none")],
+)  # fmt: skip
+def test_what_was_asked_for_is_ranked_though_nobody_measured_it(cli, asked, field, value) -> None:
+    """Megatron is hardly ever run with FSDP: asked for it, a plan had one without data parallelism.
+    What is left open keeps to what was measured."""
+    found = cli.json(*PLAN, "--stack", "megatron", *asked)
+    assert found["ranked"][0]["policy"][field] == value
+    assert found["ranked"][0]["layout"].split()[1] != "dp1"
+
+
 def test_explain_says_what_is_approximated(cli) -> None:
     argv = [word if word != "llama-3.1-8b" else "gemma-2-2b" for word in PLAN]
     for layout in ("tp2 dp8", "tp1 dp16"):
@@ -610,6 +623,7 @@ def test_safe_ranks_what_surely_fits(cli) -> None:
         (["--pick", "2"], 2, "--pick needs --export"),
         (["--timeline", "x.html"], 2, "--timeline needs --explain"),
         (["--chance", "90%"], 2, "--chance needs --deadline or --budget"),
+        (["--ep", "2"], 2, "--ep 2 needs experts, which llama"),
         (["--capacity"], 2, "--capacity needs a model with experts"),
         (["--model", "llama-3.1-405b", "--stack", "megatron"], 1, ""),
         (["--where", "dp > 1000", "--stack", "megatron"], 1, ""),

@@ -189,17 +189,25 @@ def _with_chance(space: Space, index: Places, least: float) -> Bools:
     return kept
 
 
+# How choices that a field of the query decides begin: nobody is to be kept from what was asked for.
+_DECIDED = {"sharding": "zero", "recompute": "recompute", "cp_kind": "context parallel",
+            "schedule": "schedule", "virtual_stages": "virtual stages",
+            "micro_batch": "more than one sequence"}  # fmt: skip
+
+
 def unproven(space: Space) -> Bools:
-    """Which points make a choice that no measured row of the calibration makes; broadcasts against
-    the table."""
+    """Which points make a choice of their own that no measured row of the calibration makes;
+    broadcasts against the table."""
     points = {name: column[:, None] for name, column in space.rows.items()}
     points |= {name: column[None, :] for name, column in space.ways.items()}
-    evidence = space.query.evidence
+    evidence, fixed = space.query.evidence, space.query.fixed
+    decided = [start for name, start in _DECIDED.items() if name in fixed]
+    decided += ["hybrid"] * (fixed.get("replicate") == "several")
     new = np.zeros((1, 1), dtype=bool)
     made = choices(space.query.columns(points, is_open=True)) if evidence else {}
     # Narrow ones first: what rows and ways choose together is the last to be joined.
     for name, mask in sorted(made.items(), key=lambda item: item[1].size):
-        if not evidence.get(name, 0):
+        if not evidence.get(name, 0) and not name.startswith(tuple(decided)):
             new = new | mask
     return new
 

@@ -152,7 +152,7 @@ def _divided(
     asked, named = named_axes(layout)
     # What no number of GPUs mends is said first.
     for one in why_not(model, asked, replace(batch, micro_batch=1), Policy(), Target(runs=False)):
-        if one.reason == "heads":
+        if one.reason in ("heads", "expert-dense"):
             raise one.error
     if not named & {"dp", "shard", "replicate"}:
         used = asked.pp * asked.cp * asked.tp
