@@ -184,6 +184,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = "--gpus 2 --steps 9 --save-every 2 --set fault.kind=nonfinite --set fault.step=5"
+    words += " --log-every 9"  # lines not yet read when it ends are kept too
     process = start(out, *RUN, *words.split(), "--format", "json")
     said = finish(process, 1)
     assert json.loads(process.printed)["outcome"] == "nonfinite", said

@@ -141,7 +141,11 @@ class TrainingLoop:
 
     def _check(self, norm: Tensor) -> None:
         leaves, forgiven = self.trainer.optimizer.leaves, self.trainer.may_overflow
-        check_finite(norm, leaves, self.done + 1, forgiven=forgiven)
+        try:
+            check_finite(norm, leaves, self.done + 1, forgiven=forgiven)
+        except NonFiniteError:
+            self._read()  # the curve shows what led there
+            raise
 
     def _read(self) -> None:
         """Take the window off the device, keep it, and go on only if all of it is finite."""
