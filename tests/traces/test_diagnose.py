@@ -160,6 +160,13 @@ def test_the_command_prints_a_screen_keeps_a_row_and_writes_a_page(tmp_path, cli
     plain = cli.json("diagnose", path)
     assert plain["causes"][0]["name"] == "data loader"
     cli("diagnose", path, "--what-if", "nonsense=1", status=2)
+    for words, said in (
+        ("tp=3", "must divide heads"),
+        ("micro_batch=0", "must be a whole number of 1 or more"),
+        ("dp=x", "must be a whole number of 1 or more"),
+        ("global_batch=3,micro_batch=1", "must be a multiple of micro batch x dp = 2"),
+    ):
+        assert said in cli("diagnose", path, "--what-if", words, status=2)
 
 
 def test_parts_are_told_apart_in_every_row(tmp_path: Path) -> None:

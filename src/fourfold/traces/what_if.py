@@ -42,6 +42,7 @@ _FIELDS = {
     "recompute": "policy.recompute", "precision": "policy.precision", "sharding": "policy.sharding",
     "attention": "policy.attention", "compute_dtype": "policy.compute_dtype",
 }  # fmt: skip
+_COUNTS = ("batch.micro_batch", "batch.global_batch", *(f"layout.{axis}" for axis in AXES))
 Price = Callable[[RunSpec], dict[str, float]]
 
 
@@ -147,7 +148,11 @@ def _number(field: str, text: str) -> float:
 
 def _changed(spec: RunSpec, path: str, text: str) -> RunSpec:
     table: dict[str, Any] = codec.encode(spec)
-    codec.put(table, path, codec.toml_value(text))
+    value, said = codec.toml_value(text), f"{path.rpartition('.')[2]}={text}"
+    if path in _COUNTS:
+        is_count = isinstance(value, int) and value >= 1
+        check.that(is_count, "what-if", said, "must be a whole number of 1 or more")
+    codec.put(table, path, value)
     layout = table.get("layout")
     if path.startswith("layout.") and isinstance(layout, dict):
         used = prod(int(layout.get(axis, 1)) for axis in AXES if axis != "dp")
@@ -159,6 +164,8 @@ def _changed(spec: RunSpec, path: str, text: str) -> RunSpec:
     batch = table["batch"]
     each = int(batch["micro_batch"]) * int(layout["dp"] if isinstance(layout, dict) else 1)
     if int(batch["global_batch"]) % each:
+        rule = f"must be a multiple of micro batch x dp = {each}"
+        check.that(path != "batch.global_batch", "what-if", said, rule)
         batch["global_batch"] = each
     return codec.load(RunSpec, table)
 

@@ -20,6 +20,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
 from fourfold.result.profile import coefficients_of
+from fourfold.search.legal import require_legal
 from fourfold.search.query import entry_for
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
@@ -129,6 +130,7 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
 
 def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
     def price(spec: RunSpec) -> dict[str, float]:
+        require_legal(spec, only=("stages", "heads"))  # what no engine could cut has no seconds
         cluster = known_cluster(request.cluster, spec.gpus) if request.cluster else None
         if cluster is None:
             name = request.gpu and catalog.device(request.gpu).name
