@@ -139,6 +139,7 @@ def test_shapes_are_compared_by_days(cli) -> None:
     first = said["shapes"][0]
     steps = 1e11 / (64 * 2048)
     assert first["days"] == pytest.approx(first["step_s"] * steps / 86400)
+    assert "on 8 x h100-80gb, sequences of 2048" in cli("advise", *words)
 
 
 def test_text_md_and_csv(cli) -> None:

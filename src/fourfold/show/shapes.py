@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import ModelShape, codec
 from fourfold.spec.experts import Moe
+from fourfold.units import show_count
 
 if TYPE_CHECKING:
     from fourfold.verbs.advise import Advice
@@ -147,6 +148,13 @@ def _impossible(answer: Flops) -> list[str]:
 
 
 def advice_page(advice: Advice) -> list[Part]:
+    if advice.shapes is not None:
+        heading = (
+            f"{show_count(advice.tokens or 0)} tokens on {advice.gpus} x {advice.gpu}, sequences "
+            f"of {advice.seq_len}, {advice.precision}: shapes that tp {advice.tp} divides, each at "
+            f"its best layout; days are of steps alone; {advice.calibration}"
+        )
+        return [heading, "", _shapes(advice.shapes)]
     kernel = "flash attention" if advice.attention.startswith("flash") else advice.attention
     parts: list[Part] = [
         f"one layer on one {advice.gpu} at tp {advice.tp}, micro batch {advice.micro_batches} x "
@@ -154,7 +162,7 @@ def advice_page(advice: Advice) -> list[Part]:
     ]
     for name, one in advice.sizes.items():
         parts += ["", *_size(name, one)]
-    return parts if advice.shapes is None else [*parts, "", _shapes(advice.shapes)]
+    return parts
 
 
 def _size(name: str, one: dict[str, Any]) -> list[Part]:
