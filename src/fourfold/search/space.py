@@ -189,7 +189,8 @@ def _with_chance(space: Space, index: Places, least: float) -> Bools:
     return kept
 
 
-# How choices that a field of the query decides begin: nobody is to be kept from what was asked for.
+# How choices that a field of the query decides begin, as precision always is: nobody is to be kept
+# from what was asked for.
 _DECIDED = {"sharding": "zero", "recompute": "recompute", "cp_kind": "context parallel",
             "schedule": "schedule", "virtual_stages": "virtual stages",
             "micro_batch": "more than one sequence"}  # fmt: skip
@@ -201,7 +202,7 @@ def unproven(space: Space) -> Bools:
     points = {name: column[:, None] for name, column in space.rows.items()}
     points |= {name: column[None, :] for name, column in space.ways.items()}
     evidence, fixed = space.query.evidence, space.query.fixed
-    decided = [start for name, start in _DECIDED.items() if name in fixed]
+    decided = ["precision", *(start for name, start in _DECIDED.items() if name in fixed)]
     decided += ["hybrid"] * (fixed.get("replicate") == "several")
     new = np.zeros((1, 1), dtype=bool)
     made = choices(space.query.columns(points, is_open=True)) if evidence else {}
