@@ -259,9 +259,10 @@ def _summary(one: FileRead) -> str:
             f"{one.log}: a table to be mapped; save what is printed, fill it in, pass it as --map"
         )
     if not one.rows:
-        why = [*one.notes, *([f"{one.book.unread} unreadable lines"] if one.book.unread else [])]
-        return f"{one.log}: no run found" + (f" ({'; '.join(why)})" if why else "")
-    parts = [f"{len(one.rows)} run{'s' * (len(one.rows) > 1)} ({one.kind})"]
+        unread = [counted(one.book.unread, "unreadable line")] if one.book.unread else []
+        why = [*one.notes, *unread] or ["'fourfold collect --help' says what is read"]
+        return f"{one.log}: no run found ({'; '.join(why)})"
+    parts = [f"{counted(len(one.rows), 'run')} ({one.kind})"]
     counts = {"unreadable": one.book.unread, "cut": one.book.cut}
     parts += [counted(count, f"{what} line") for what, count in counts.items() if count]
     return f"{one.log}: {', '.join(parts)}"

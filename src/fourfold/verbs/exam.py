@@ -91,8 +91,9 @@ def exam(request: ExamRequest, *, on_event: OnEvent = ignore) -> Exam:
     if request.sit or request.new:
         _sit(base, season, on_event)
     if request.check is not None:
-        name = Path(request.check).stem
+        told, name = Path(request.check).with_suffix(".toml"), Path(request.check).stem
         card = Card(name=name, by="", version="", how="", saw="not said")
+        card = exams.read_card(told) if told.is_file() else card
         return _scored(season, [(card, exams.read_submission(request.check, season.ids))])
     found = []
     for path in sorted((base / "entrants").glob("*.csv")):
