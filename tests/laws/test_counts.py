@@ -71,7 +71,7 @@ def test_stages_hold_every_layer_once_and_are_balanced(layers, stages, first, la
 
 @settings(max_examples=examples(60))
 @given(
-    models.filter(lambda model: model.moe is None),  # experts' seconds are not predicted
+    models,
     st.integers(2, 16),
     st.integers(1, 3),
     st.sampled_from((512, 4096, 131072)),

@@ -76,7 +76,10 @@ class StepInterval:
     @cached_property
     def half(self) -> Floats:
         """Half of the interval (log), the network known."""
-        total = scatter(self.entry) ** 2 + (self._doubts**2).sum(axis=1)
+        total = np.full(len(self.c), scatter(self.entry) ** 2)
+        # One after the other: numpy adds a row in another order when it stands alone.
+        for doubt in self._doubts.T:
+            total = total + doubt**2
         for away in offsets(self.c, self.entry.ranges).values():
             total = total + (PER_DOUBLING * away) ** 2
         return np.sqrt(total)
