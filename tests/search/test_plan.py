@@ -588,6 +588,12 @@ def test_what_was_asked_for_is_ranked_though_nobody_measured_it(cli, asked, fiel
     assert found["ranked"][0]["layout"].split()[1] != "dp1"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-pure", "fp8"])
+def test_no_precision_is_faster_than_its_peak(cli, precision: str) -> None:
+    row = cli.json(*PLAN, "--stack", "fourfold", "--precision", precision)["ranked"][0]
+    assert 5 < row["mfu_pct"] < 90
+
+
 def test_explain_says_what_is_approximated(cli) -> None:
     argv = [word if word != "llama-3.1-8b" else "gemma-2-2b" for word in PLAN]
     for layout in ("tp2 dp8", "tp1 dp16"):

@@ -62,15 +62,14 @@ def learned_rows(model: ModelShape) -> float:
 
 
 def device_facts(device: Device, precision: str) -> dict[str, float]:
-    """Peaks, clock, memory. A precision the device lacks runs at its 16-bit rate."""
+    """Peaks, clock, memory. A precision the device lacks runs at its 16-bit rate; fp32 is that
+    without TF32, which torch leaves off."""
     peaks = device.peak_flops_per_s
     half = peaks.bf16 or peaks.fp16 or peaks.fp32 or peaks.fp64 or 1.0
     asked = getattr(peaks, precision.split("-")[0], None)
     if precision == "fp4" and asked is None:
         asked = peaks.fp8
-    peak = half
-    if precision in ("fp32", "fp64"):
-        peak = (peaks.tf32 if precision == "fp32" else asked) or peaks.fp32 or half
+    peak = (asked or peaks.fp32 or half) if precision in ("fp32", "fp64") else half
     return {
         "peak": peak,
         "peak_low": asked or peak,
