@@ -67,7 +67,9 @@ def test_the_page_has_every_entrant_on_the_same_rows(tmp_path: Path, cli: Cli) -
 def test_what_predict_writes_is_a_submission(tmp_path: Path) -> None:
     out = tmp_path / "mine.csv"
     assert main(["predict", str(SEASON / "tasks.csv"), "--out", str(out)]) == 0
-    told = fourfold.exam(ExamRequest(folder=str(SEASON), check=str(SEASON / "entrants/fourfold.csv")))
+    told = fourfold.exam(
+        ExamRequest(folder=str(SEASON), check=str(SEASON / "entrants/fourfold.csv"))
+    )
     assert told.entrants[0].card.how, "the card beside a submission is read"
     checked = fourfold.exam(ExamRequest(folder=str(SEASON), check=str(out))).entrants[0].own
     stored = fourfold.exam(ExamRequest(folder=str(SEASON)))
