@@ -61,7 +61,7 @@ def test_demo_gives_a_verdict() -> None:
     lines = _judged((outside, inside))
     assert lines[0].startswith("1 of 2 measured inside their 80% interval; they took 2.1 times")
     assert "fastest measured: dp4, predicted as number 2 of these" in lines
-    assert "doubt tp4: machine changed" in lines
+    assert "suspicious tp4: machine changed" in lines
     assert _judged((failed,)) == []
 
 

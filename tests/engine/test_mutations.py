@@ -137,7 +137,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, _alone: None) -> list[tuple[int, Load
     def run_job(job: Job, folder: Path, **_: object) -> JobReport:
         loaded, out, first = Loaded(), Path(job.option("out")), 0
         if job.option("load"):
-            found = checkpoint.load_sound(loaded, out / "checkpoints", job.option("load"))  # type: ignore[arg-type]
+            found = checkpoint.load_intact(loaded, out / "checkpoints", job.option("load"))  # type: ignore[arg-type]
             first = found.step
             curve.cut(out / curve.METRICS_FILE, first)
         assert job.train is not None

@@ -11,7 +11,7 @@ import pytest
 
 from fourfold.engine import worker
 from fourfold.launch.__main__ import main
-from fourfold.launch.permit import measuring, said_if_not_alone
+from fourfold.launch.permit import measuring, warned_if_shared
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_a_worker_says_how_it_is_called(words, capsys) -> None:
 def test_a_second_measurement_is_said_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = []
-    run = said_if_not_alone(lambda number: number + 1, said.append)
+    run = warned_if_shared(lambda number: number + 1, said.append)
     assert run(1) == 2
     assert said == []
     with measuring() as is_alone:  # a lock of another open file, as of another process

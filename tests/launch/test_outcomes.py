@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.launch import local
-from fourfold.launch.outcomes import WORKER, JobScene, fallen, missing_rank, stopped
+from fourfold.launch.outcomes import WORKER, JobScene, first_failure, missing_rank, stopped
 from fourfold.launch.ranks import Silence, Standstill
 from fourfold.result.job import (
     Beat,
@@ -45,7 +45,7 @@ def test_lost_peers_are_consequences(tmp_path: Path) -> None:
     say(tmp_path, 0, "crashed", "RuntimeError: Connection closed by peer [127.0.0.1]", 9.0)
     say(tmp_path, 1, "crashed", "RuntimeError: Connection reset by peer", 9.5)
     scene.exits = {0: (1, 9.1), 1: (1, 9.6), 2: (-9, 10.0)}
-    outcome, failure = fallen(scene)
+    outcome, failure = first_failure(scene)
     assert (outcome, failure.rank, failure.stage, failure.phase) == ("crashed", 2, 2, "forward")
     assert "SIGKILL" in failure.message
 
@@ -55,31 +55,31 @@ def test_the_earliest_cause_wins(tmp_path: Path) -> None:
     say(tmp_path, 0, "crashed", "ValueError: late", 9.0)
     say(tmp_path, 1, "oom", "MemoryLimitError: over", 8.0)
     scene = JobScene(folder=tmp_path, ranks=2, exits={0: (1, 9.0), 1: (1, 8.1)})
-    outcome, failure = fallen(scene)
+    outcome, failure = first_failure(scene)
     assert (outcome, failure.rank) == ("oom", 1)
     assert "last line" in failure.message
 
 
 def test_the_kernel_ran_out_of_memory(tmp_path: Path) -> None:
     scene = JobScene(folder=tmp_path, ranks=1, exits={0: (-9, 1.0)}, kernel_kills=1)
-    assert fallen(scene)[0] == "oom"
+    assert first_failure(scene)[0] == "oom"
 
 
 def test_nobody_came_up(tmp_path: Path) -> None:
     log_file(tmp_path, -1).write_text("ImportError: libcudart\n")
-    outcome, failure = fallen(JobScene(folder=tmp_path, ranks=2))
+    outcome, failure = first_failure(JobScene(folder=tmp_path, ranks=2))
     assert (outcome, failure.rank) == ("crashed", -1)
     assert "libcudart" in failure.message.partition("\n")[0]
 
 
 def test_the_worker_was_killed(tmp_path: Path) -> None:
     scene = JobScene(folder=tmp_path, ranks=2, worker_exit=-9, pids={WORKER: 812})
-    outcome, failure = fallen(scene)
+    outcome, failure = first_failure(scene)
     assert (outcome, failure.rank, failure.who) == ("crashed", WORKER, "worker")
     assert "the worker (pid 812 on" in failure.message
     assert "SIGKILL" in failure.message
     scene.kernel_kills = 1
-    assert fallen(scene)[0] == "oom"
+    assert first_failure(scene)[0] == "oom"
 
 
 def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
         (torn / "state.json").write_text('{"step": 10')
     newest = checkpoints.newest(tmp_path)
     assert newest.step == 5
-    ((name, error),) = checkpoints.torn(tmp_path)
+    ((name, error),) = checkpoints.damaged(tmp_path)
     assert (name, bool(error.rule)) == ("step-00000010", True)
     assert isinstance(error, NotWholeError)
     with pytest.raises(UserError):
@@ -80,7 +80,7 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
 @pytest.mark.parametrize("more", [{"format": 99}, {"of_tomorrow": 1}])
 def test_one_of_a_newer_fourfold_is_not_taken_for_torn(tmp_path: Path, more: dict) -> None:
     resealed(made(tmp_path, 5), **more)
-    ((_, error),) = checkpoints.torn(tmp_path)
+    ((_, error),) = checkpoints.damaged(tmp_path)
     assert isinstance(error, UnreadableError)
     assert "damaged" not in str(error)
     assert "update fourfold" in error.hint
@@ -157,7 +157,7 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, ki
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
     made(tmp_path / "elsewhere", 5)
     (tmp_path / "step-00000005").symlink_to(tmp_path / "elsewhere" / "step-00000005")
-    ((_, error),) = checkpoints.torn(tmp_path)
+    ((_, error),) = checkpoints.damaged(tmp_path)
     assert isinstance(error, UnreadableError)
     assert "is a symbolic link, where a folder belongs" in error.rule
 

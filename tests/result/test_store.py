@@ -75,7 +75,7 @@ def test_repeats_are_kept_beside_each_other(tmp_path: Path) -> None:
 def test_a_failed_run_keeps_its_logs_a_good_one_does_not(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for outcome, kept in (("ok", [RUN_FILE]), ("crashed", ["rank-0.log", RUN_FILE])):
-        place = store.workplace()
+        place = store.new_work_folder()
         (place / "rank-0.log").write_text("words")
         (place / "beat-0.json").write_text("{}")
         stored = store.keep(report(outcome=outcome), place)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_named(tmp_path: Path) 
 
 def test_a_half_made_folder_is_no_run(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    place = store.workplace()
+    place = store.new_work_folder()
     (place / RUN_FILE).write_text("{")
     assert store.runs() == []
     assert store.leftovers() == []  # its owner, this process, lives
@@ -155,7 +155,11 @@ def orphaned(place: Path) -> Path:
 
 def test_what_a_dead_writer_left_is_recovered_or_cleared(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    finished, half, cancelled = store.workplace(), store.workplace(), store.workplace()
+    finished, half, cancelled = (
+        store.new_work_folder(),
+        store.new_work_folder(),
+        store.new_work_folder(),
+    )
     good = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report(),))
     stopped = JobReport(job="run", outcome="cancelled", seconds=1.0, runs=(report(3, "cancelled"),))
     (finished / REPORT_FILE).write_text(codec.to_json(good))
@@ -174,7 +178,7 @@ def test_what_a_dead_writer_left_is_recovered_or_cleared(tmp_path: Path) -> None
 
 def test_another_hosts_work_is_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    place = store.workplace()
+    place = store.new_work_folder()
     (place / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 1, "born": "1"}))
     assert store.leftovers() == []
     other = place.rename(place.with_name("elsewhere-1-00000000"))

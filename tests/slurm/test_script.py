@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, script
-from fourfold.launch.outcomes import JobScene, fallen
+from fourfold.launch.outcomes import JobScene, first_failure
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.slurm_command import node_script
 from fourfold.launch.slurm_ranks import SlurmRanks, State
@@ -338,7 +338,7 @@ def test_what_the_scheduler_did_explains_exits_by_a_signal(tmp_path, state, word
     tell(tmp_path, {"rank": 0, "pid": 7, "host": "n1"}, {"rank": 0, "code": -15, "at": 1.0})
     assert ranks.poll()
     assert not ranks.hear_out()
-    outcome, failure = fallen(ranks.scene)
+    outcome, failure = first_failure(ranks.scene)
     assert outcome == "cancelled"
     assert words in failure.message
 
@@ -365,7 +365,7 @@ def test_the_host_of_a_rank_is_named(tmp_path: Path) -> None:
     scene = JobScene(folder=tmp_path, ranks=2)
     scene.take({"rank": 1, "pid": 7, "host": "node2"})
     scene.take({"rank": 1, "code": -9, "at": 1.0, "host": "node2"})
-    assert "rank 1 (pid 7 on node2" in fallen(scene)[1].message
+    assert "rank 1 (pid 7 on node2" in first_failure(scene)[1].message
 
 
 def test_half_a_line_of_news_is_read_when_it_is_whole(tmp_path: Path) -> None:

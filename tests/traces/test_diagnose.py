@@ -209,7 +209,7 @@ def test_a_mutilated_trace_is_diagnosed_or_refused_in_words(kind: int, tmp_path:
     ("content", "rule"),
     [
         (b"", "is empty"),
-        (b"\x00\x01", "is no trace"),
+        (b"\x00\x01", "is not a trace"),
         (b'{"a": 1, "b": []}', r"has no traceEvents \(it has a, b\)"),
         (b'{"traceEvents": [', "is cut off"),
         (b'{"traceEvents": []}', "has neither kernels nor operators"),

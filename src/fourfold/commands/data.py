@@ -48,7 +48,7 @@ def _tokens_page(answer: Any) -> list[Part]:
     info, distinct = answer.info, answer.distinct_tokens
     checks = {
         "matches": "all tokens read",
-        "ends match": "first and last MiB looked at",
+        "ends match": "first and last MiB checked",
         "differs": f"side file says {info.sha256[:16]}",
     }
     end = "none" if info.end < 0 else info.end
@@ -58,7 +58,7 @@ def _tokens_page(answer: Any) -> list[Part]:
         ["documents", f"{info.documents:,}", f"end token: {end}"],
         ["tokenizer", info.tokenizer, ""],
         ["vocabulary", f"{info.vocab:,}", f"{distinct:,} of them occur" if distinct else ""],
-        ["unigram entropy", f"{answer.unigram_nats:.4f} nats", "loss of frequencies alone"],
+        ["unigram entropy", f"{answer.unigram_nats:.4f} nats", "loss of a unigram model"],
         ["checksum", answer.checksum, checks[answer.checksum]],
         ["sha256", (answer.found_sha256 or info.sha256)[:16], ""],
         ["first tokens", " ".join(map(str, answer.first_tokens[:12])), ""],

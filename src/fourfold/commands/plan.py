@@ -49,11 +49,15 @@ examples:
     *options.of(PlanRequest),
     *options.of(CalendarRequest, "deadline", "budget", "chance", rare=True),
     option("--front", "the fastest layouts for less memory or GPUs", choices=("memory", "gpus")),
-    option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
+    option(
+        "--largest",
+        "the longest sequence or largest model that still fits",
+        choices=("sequence", "model"),
+    ),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
     option(
         "--operations",
-        "with --explain: what a rank does in a step, one by one",
+        "with --explain: list every operation of a rank's step",
         switch=True,
         rare=True,
     ),

@@ -32,7 +32,7 @@ _HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem
 
 @command(
 *options.of(CollectRequest),
-    *(one._replace(help="a field that logs do not say, such as hardware=h100-80gb", rare=False)
+    *(one._replace(help="a field missing from the logs, such as hardware=h100-80gb", rare=False)
       for one in options.run_options() if one.names == ("--set",)),
 examples=_COLLECT
 )  # fmt: skip

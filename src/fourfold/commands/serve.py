@@ -27,14 +27,16 @@ examples:
     option("--train", "also show this training's curves, live", "FOLDER"),
     option("--host", "address to listen on (default 127.0.0.1)", "ADDRESS"),
     option("--port", "port (default 8300; 0: any free one)", "N", read=int),
-    option("--name", "another name that browsers may call this host by", "NAME", repeated=True),
-    option("--token", "what every browser must know, on an address that others reach", "TEXT"),
+    option("--name", "another host name to accept from browsers", "NAME", repeated=True),
+    option(
+        "--token", "secret that browsers must send; required where others reach the address", "TEXT"
+    ),
     option("--open", "show it in a browser", switch=True),
     examples=_SERVE,
     formats=False,
 )
 def serve(args: Any, show: OnEvent) -> Output:
-    """Plan in a browser, and watch a run store or a training while it grows.
+    """Plan in a browser, and follow a run store or a training live.
 
     The app listens on this machine alone unless --host says otherwise, and then needs a --token. It
     only reads. Needs the extra 'serve': pip install 'fourfold[serve]'.
@@ -84,7 +86,7 @@ examples:
 
 @command(
     option("--folder", "the only folder whose files are read and written (default: here)", "DIR"),
-    option("--schema", "print the JSON schema of the answers and end", switch=True),
+    option("--schema", "print the JSON schema of the answers and exit", switch=True),
     examples=_MCP,
     formats=False,
 )

@@ -24,7 +24,7 @@ examples:
   fourfold verify --world 4                       every legal layout of 4 ranks, three families
   fourfold verify --world 8 --sample 40 --seed 1  a stratified sample
   fourfold verify --world 16 --layout "pp2 dp2 cp2 tp2" --set policy.cp_kind=ulysses
-  fourfold verify --world 4 --layout "dp2 tp2" --break norm-grad   must fail: it sees mistakes
+  fourfold verify --world 4 --layout "dp2 tp2" --break norm-grad   must fail: mistakes are caught
   fourfold verify --world 8 --device cuda         on your GPUs, over NCCL
   fourfold verify --world 8 --sample 20 --device cuda --share-gpu    all ranks on one GPU
   fourfold verify --engine megatron-core==0.19.2 --layout "tp2 sp ep2 etp1 experts"

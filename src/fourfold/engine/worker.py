@@ -86,7 +86,7 @@ class Host:
             os.dup2(log, 1)
             os.dup2(log, 2)
 
-    def be_patient(self) -> None:
+    def leave_to_launcher(self) -> None:
         """A batch system signals every process of a job at once: the launcher asks the ranks to
         save, they hear it themselves too, and this process must not end them meanwhile."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     host = None if "RANK" in os.environ and not launcher else Host(path.parent, launcher, node)
     job = codec.from_json(Job, path.read_text(encoding="utf-8"))
     if host is not None and job.patient:
-        host.be_patient()
+        host.leave_to_launcher()
     if node is not None and "OMP_NUM_THREADS" not in os.environ:  # torch reads it when imported
         os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // per_node))
     try:

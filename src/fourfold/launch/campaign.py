@@ -163,7 +163,7 @@ class Campaign:
         if why := self.unsupported(spec):
             return self.refuse(spec, why).stored
         if self.queue is None:
-            place = self.store.workplace()
+            place = self.store.new_work_folder()
             return self.store.keep(self._report(spec, place), place)
         return self._follow(spec, self.queue)
 

@@ -19,7 +19,7 @@ from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.command import stop_signals
 from fourfold.launch.folder import End, exclusive, job_folder, job_report, scratch, set_aside
-from fourfold.launch.outcomes import fallen, silent, stopped
+from fourfold.launch.outcomes import first_failure, silent, stopped
 from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for
 from fourfold.launch.slurm import Slurm
@@ -164,7 +164,7 @@ def _watch(job: Job, ranks: Started, progress: Progress | None) -> End:
         if any(code for code, _ in scene.exits.values()) or (host_gone and not ranks.all_ended):
             if ranks.hear_out():
                 continue
-            return fallen(scene)
+            return first_failure(scene)
         if ranks.all_ended:
             return "ok", None
         if ranks.queued:

@@ -90,7 +90,7 @@ class JobScene:
         return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
-def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
+def first_failure(scene: JobScene) -> tuple[Outcome, Failure]:
     """After at least one rank ended badly: the earliest cause that is no consequence."""
     if scene.by_scheduler is not None:
         outcome, words = scene.by_scheduler

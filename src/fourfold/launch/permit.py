@@ -123,7 +123,7 @@ def measuring() -> Iterator[bool]:
             os.close(handle)
 
 
-def said_if_not_alone(run: Callable[..., T], warn: Callable[[str], None]) -> Callable[..., T]:
+def warned_if_shared(run: Callable[..., T], warn: Callable[[str], None]) -> Callable[..., T]:
     """`run`, with a word when another command measures at the same time; once is enough."""
     said: list[bool] = []
 

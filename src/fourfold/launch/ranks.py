@@ -70,7 +70,7 @@ class Ranks:
         """Take in the worker's news and the beats; True when the worker itself is gone."""
         self.scene.worker_exit = self._worker_exit()  # first: its last lines are then in the pipe
         self._read_news()
-        self._look_at_worker()
+        self._check_worker()
         for rank in range(self.scene.ranks):
             beat = read_beat(beat_file(self.scene.folder, rank))
             if beat is not None:
@@ -88,7 +88,7 @@ class Ranks:
             return None
         return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
-    def _look_at_worker(self) -> None:
+    def _check_worker(self) -> None:
         """Every parent watches its own children: the worker its ranks, this process the worker."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY_S:

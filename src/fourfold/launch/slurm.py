@@ -186,7 +186,7 @@ def submitted(folder: Path) -> Submitted | None:
     logs = Path(of.logs) if of else folder
     numbers = [int(m[1]) for path in logs.glob("slurm-*.log") if (m := _LOG.match(path.name))]
     if not numbers and (logs / SCRIPT_FILE).exists():
-        numbers = _waiting_with_logs_in(logs)
+        numbers = _queued_jobs_logging_to(logs)
     if not numbers:
         return None
     newest = f"{max(numbers)}_{of.place}" if of and of.array else str(max(numbers))
@@ -226,7 +226,7 @@ def _member(folder: Path) -> Member | None:
     return None
 
 
-def _waiting_with_logs_in(logs: Path) -> list[int]:
+def _queued_jobs_logging_to(logs: Path) -> list[int]:
     """Numbers of the user's queued jobs that will write there: a job that waits has no log yet."""
     if shutil.which("squeue") is None:  # nothing of this host can be queued there
         return []

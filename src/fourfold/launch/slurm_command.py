@@ -41,7 +41,7 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
         # As where it is followed: silence after enough steps is no hang.
         code, limit = None, "" if steps >= watch.enough else passed
     if code:
-        ranks.name_lost()
+        ranks.report_lost_nodes()
     node, own_code = _first_failed(ranks)
     return Ended(
         code=own_code if code and node >= 0 else code,

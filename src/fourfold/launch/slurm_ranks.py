@@ -191,10 +191,10 @@ class SlurmRanks:
             if self._patient and self.queued:
                 return True
             time.sleep(_LOOK_S)
-        self.name_lost()
+        self.report_lost_nodes()
         return False
 
-    def name_lost(self) -> None:
+    def report_lost_nodes(self) -> None:
         """Nodes that are gone, where Slurm has not said so."""
         if self.scene.by_scheduler is not None or self.scene.kernel_kills:
             return

@@ -245,7 +245,7 @@ class Book:
 
     def unreadable(self, line: Line) -> None:
         if self.runs:
-            self.runs[-1].steps.tear()
+            self.runs[-1].steps.break_average()
             self.runs[-1].unread += 1
             self.runs[-1].end, self.runs[-1].end_words = "", ""  # it went on
         self.skip(line.number, line.text)

@@ -159,7 +159,7 @@ class StepSeries:
         """An evaluation or a checkpoint: the next line's time is not of steps alone."""
         self._pause = True
 
-    def tear(self) -> None:
+    def break_average(self) -> None:
         """A line could not be read: the next one does not average over its iterations."""
         self._tear = True
 

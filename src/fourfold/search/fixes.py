@@ -117,7 +117,7 @@ NEAR = 0.1  # how far another batch may be from the one asked for
 
 def ways_out(query: PlanQuery) -> list[str]:
     """In words, as flags have them; [] where nothing near helps."""
-    if _is_hopeless(query):
+    if _is_never_legal(query):
         return []
     host, gpus = query.cluster.host_gpus, query.gpus
     below = range(gpus - gpus % host - host * (gpus % host == 0), 0, -host)
@@ -130,7 +130,7 @@ def ways_out(query: PlanQuery) -> list[str]:
     return found
 
 
-def _is_hopeless(query: PlanQuery) -> bool:
+def _is_never_legal(query: PlanQuery) -> bool:
     """A rule refuses the model whatever the layout: it reads no column."""
     case = case_of(query.model, Layout(shard=query.gpus), query.batch, query.policy, query.target)
     two = case.with_columns({name: np.full(2, getattr(case, name)) for name in CHOSEN})

@@ -111,7 +111,7 @@ def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
     updating = max(rank["optimizer_bytes"] for rank in plain["memory"])
     if updating:
         note = "fullest rank, during the optimizer step"
-        lines.append(["in the update", show_bytes(updating), note])
+        lines.append(["optimizer step", show_bytes(updating), note])
     stages: dict[int, int] = {}
     for rank in plain["memory"]:
         stages[rank["stage"]] = max(rank["peak_bytes"], stages.get(rank["stage"], 0))

@@ -141,12 +141,13 @@ def training_page(answer: TrainingState) -> list[Part]:
         ]
         if plain.get("unigram_nats") is not None:
             gap = plain["recent_loss"] - plain["unigram_nats"]
-            note = f"entropy of single tokens; the last loss is {gap:+.4f}"
+            side = "above" if gap > 0 else "below"
+            note = f"entropy of single tokens; the last loss is {abs(gap):.4f} {side} it"
             lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
         if plain["mfu_pct"] is not None:
             lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", f"by {plain['convention']}"])
     lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
-    return [quantities(lines), "", f"kept in {plain['folder']}"]
+    return [quantities(lines), "", f"saved in {plain['folder']}"]
 
 
 def demo_page(answer: Demo) -> list[Part]:
@@ -189,13 +190,12 @@ def _judged(runs: tuple[DemoRun, ...]) -> list[str]:
     if len(inside) < len(timed):
         ratio = median((run.measured_s or 0.0) / run.predicted_s for run in timed)
         lines[0] += (
-            f"; they took {ratio:.2g} times the prediction, which is for a machine that does "
-            "nothing else"
+            f"; they took {ratio:.2g} times the prediction, which assumes an otherwise idle machine"
         )
     best = min(timed, key=lambda run: run.measured_s or 0.0)
     place = timed.index(best) + 1
     lines.append(f"fastest measured: {best.layout}, predicted as number {place} of these")
-    return lines + [f"doubt {run.layout}: {flag}" for run in timed for flag in run.flags or ()]
+    return lines + [f"suspicious {run.layout}: {flag}" for run in timed for flag in run.flags or ()]
 
 
 def diff_page(answer: Differences) -> list[Part]:

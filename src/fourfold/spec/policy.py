@@ -89,7 +89,7 @@ class Policy:
         default="auto",
     )
     routing: words.Routing = flag(
-        "natural, or forced: experts in turn, all with as many tokens",
+        "natural, or forced: round-robin, equally many tokens per expert",
         "X",
         rare=True,
         default="natural",

@@ -44,7 +44,7 @@ def parse_topo(text: str, device: Device) -> HostTopology:
         rule = f"has no row for {missing[0]}" if gpus else "has no GPU in its first line"
         raise UserError(rule, hint="pass the whole output of 'nvidia-smi topo -m'")
     links = {gpu: {peer: _nvlinks(rows[gpu][peer]) for peer in gpus if peer != gpu} for gpu in gpus}
-    island = _island(gpus, links)
+    island = _nvlink_group_size(gpus, links)
     nvlinks, switched = _links_of_one(links, device)
     nics = [name for name in names if _NIC.match(name)]
     near = [nic for nic in nics if any(rows[gpu][nic] in _NEAR for gpu in gpus)]
@@ -97,7 +97,7 @@ def _nvlinks(cell: str) -> int:
     return int(cell[2:]) if cell.startswith("NV") else 0
 
 
-def _island(gpus: list[str], links: dict[str, dict[str, int]]) -> int:
+def _nvlink_group_size(gpus: list[str], links: dict[str, dict[str, int]]) -> int:
     """GPUs of one NVLink group; all groups must be alike, or the host is no regular level."""
     left, sizes = set(gpus), []
     while left:

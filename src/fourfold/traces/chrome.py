@@ -58,7 +58,7 @@ class ChromeReader:
         more()
         text = self._text.lstrip("\ufeff \t\r\n")
         if text[:1] not in ("{", "["):
-            self._refuse("is no trace: neither JSON nor an nsys export in SQLite")
+            self._refuse("is not a trace: neither JSON nor an nsys export in SQLite")
         self._text = text[1:]
         is_object = text[0] == "{"
         if is_object:

@@ -128,7 +128,7 @@ def _one(
         return {name: -s for name, s in case.run.counts.again.seconds.items()}, None
     path = _FIELDS.get(field, field if "." in field else "")
     if not path:
-        raise UserError("is no field of a run", field="what-if", value=field, hint=_hint())
+        raise UserError("is not a field of a run", field="what-if", value=field, hint=_hint())
     if price is None or case.run.spec is None:
         rule = "needs the run: the trace says too little of it"
         raise UserError(rule, field="what-if", value=field, hint="give --model or --spec")

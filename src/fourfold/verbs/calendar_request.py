@@ -46,13 +46,13 @@ class CalendarRequest:
         "replace an assumption, such as detect_s=2min", "NAME=VALUE", repeated=True, default=()
     )
     deadline: Annotated[float, days_from] | None = flag(
-        "days there are, such as 30d: with what chance it ends, and the fewest GPUs for it", "DAYS"
+        "deadline, such as 30d: shows the chance to meet it, and the fewest GPUs that do", "DAYS"
     )
     budget: Annotated[int, count_from] | None = flag(
-        "money there is, such as 5M: the most GPUs that stay within it (needs a price)", "X"
+        "budget, such as 5M: shows the most GPUs that stay within it (needs a price)", "X"
     )
     chance: Share = flag(
-        "wanted chance to end in time and within the budget (default 80%)", "SHARE", default=0.8
+        "required chance to meet deadline and budget (default 80%)", "SHARE", default=0.8
     )
     curve: bool = False  # also other numbers of GPUs, for a picture
 

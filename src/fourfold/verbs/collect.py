@@ -42,7 +42,7 @@ class CollectRequest:
     cluster: str | None = flag("cluster of the runs: its GPUs and links", "NAME")
     stack: str | None = flag("name for the engine (default: as the log shows)", "NAME")
     side: str | None = flag(
-        "fields that logs do not say, for all or by file name", "FIELDS.toml", names=("--fields",)
+        "fields missing from the logs, for all or by file name", "FIELDS.toml", names=("--fields",)
     )
     reader: str | None = flag(
         "read logs as this engine's (default: recognised)", rare=True, choices=tuple(READERS)

@@ -126,7 +126,7 @@ class Diagnosis(Answer):
             first = self.causes[0]
             return f"{first.name}: {1e3 * first.seconds:.0f} ms of {1e3 * self.step_s:.0f} ms"
         if self.expected is None:
-            return "no cause was found in the trace alone; what to expect is not known"
+            return "no cause found in the trace itself; nothing to compare it with on this device"
         return "nothing stands out"
 
     def plain(self) -> dict[str, Any]:

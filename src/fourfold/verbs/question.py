@@ -55,7 +55,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         request = replace(request, stack=_usual_engine(request, model, batch, policy))
     stack = _stack(request, cluster, known, on_event, experts=model.moe is not None)
     entry, why = queries.entry_for(known, stack, cluster, experts=model.moe is not None)
-    policy = _with_habits(request, stack, policy)
+    policy = _with_stack_defaults(request, stack, policy)
     query = PlanQuery(
         model=model,
         cluster=cluster,
@@ -82,7 +82,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
     return query, counts
 
 
-def _with_habits(request: PlanRequest, stack: str, policy: Policy) -> Policy:
+def _with_stack_defaults(request: PlanRequest, stack: str, policy: Policy) -> Policy:
     return queries.usual_policy(
         stack,
         policy,

@@ -96,8 +96,8 @@ class PlanRequest:
     )
     tokens: Count | None = flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T")
     lost: Share | None = flag(
-        "share of the training's time that is not in its steps, such as 10% (default: as usual for "
-        "as many GPUs, see 'fourfold calendar')",
+        "share of training time spent outside steps, such as 10% (default: typical for this many "
+        "GPUs, see 'fourfold calendar')",
         "SHARE",
         rare=True,
     )
@@ -107,7 +107,9 @@ class PlanRequest:
         "CONDITION",
         default=(),
     )
-    capacity: bool = flag("what a capacity of experts would do to #1", rare=True, default=False)
+    capacity: bool = flag(
+        "show what a capacity factor of experts would change of #1", rare=True, default=False
+    )
     explore: bool = flag("also rank layouts with never-measured features", rare=True, default=False)
     safe: bool = flag("rank only layouts that certainly fit, if any do", rare=True, default=False)
     risk: Share = flag(
@@ -280,6 +282,6 @@ class DiagnoseRequest:
         names=("--what-if",),
         default=(),
     )
-    fix: str | None = flag("'all': the step with every remedy", "all", choices=("all",))
+    fix: str | None = flag("also predict the step with all remedies", "all", choices=("all",))
     runs: str | None = flag(f"also keep it as a run: {STORE[0]}", STORE[1])
     spec: dict[str, Any] = field(default_factory=dict)

@@ -186,7 +186,7 @@ class VerifyRequest(Launch):
     seed: int = flag("seed of the sample, weights and tokens", default=0)
     layout: str | None = flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
     family: tuple[str, ...] = flag(
-        "check only this model family (default: mpt, gpt, llama; of experts mixtral, deepseek)",
+        "check only this model family (default: mpt, gpt, llama; for ep and etp mixtral, deepseek)",
         choices=tuple(catalog.TINY),
         default=(),
     )
@@ -270,7 +270,7 @@ class TraceRequest:
     cp: int = flag("context parallel ranks", "N", group="layout", default=1)
     dp: int = flag("data parallel ranks", "N", group="layout", default=1)
     ep: int = flag("expert parallel ranks, of tp x cp x dp", "N", group="layout", default=1)
-    etp: int = flag("ranks that cut an expert", "N", group="layout", rare=True, default=1)
+    etp: int = flag("tensor parallel ranks of experts", "N", group="layout", rare=True, default=1)
     rank: int = flag("rank to show", "R", group="layout", default=0)
     cp_kind: CpKind | None = flag("context-parallel attention (default ring)", group=_LAYER)
     sharding: str | None = flag("zero0, zero1 (default), zero2 or zero3", "X", group=_LAYER)

@@ -19,7 +19,7 @@ from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.folder import job_folder, scratch
 from fourfold.launch.identity import claim
 from fourfold.launch.local import JobError, require_torch
-from fourfold.launch.permit import Permit, said_if_not_alone
+from fourfold.launch.permit import Permit, warned_if_shared
 from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
 from fourfold.result.files.store import Store
@@ -189,12 +189,12 @@ def campaign_of(
     }
     if template is None:
         ours: Callable[..., RunReport] = partial(launch_run, options=options, permit=permit, on=on)
-        ours = ours if on else said_if_not_alone(ours, warnings(on_event))
+        ours = ours if on else warned_if_shared(ours, warnings(on_event))
         work = lambda spec, _: Work(Job(job="run", specs=(spec,), options=options))  # noqa: E731
         queue = Queue(store.root, on, work) if on else None
         return Campaign(store, runner=ours, queue=queue, **common)
     runs = TemplateRuns(template, known, permit, site)
-    alone = said_if_not_alone(runs.here, warnings(on_event))
+    alone = warned_if_shared(runs.here, warnings(on_event))
     return Campaign(
         store,
         runner=partial(runs.on_site, on) if on else alone,

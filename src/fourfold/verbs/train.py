@@ -160,7 +160,7 @@ def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict
     if failure is None:
         answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
         if isinstance(answer, dict) and answer["stopped"]:
-            return {"outcome": "stopped", "note": "as asked; the same command continues"}
+            return {"outcome": "stopped", "note": "on request; run the same command to continue"}
         return {"outcome": report.outcome}
     first_line = failure.message.partition("\n")[0]
     on_event(Event(f"{report.outcome}: {failure.who}: {first_line}"))
@@ -182,7 +182,7 @@ def _trained(
     report = run_job(job, folder.job, progress=say, permit=permit, on=on)
     for name, reason in checkpoints.set_apart(folder.checkpoints).items():
         if apart.get(name) != reason:
-            passed = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
+            passed = f"skipped a checkpoint, kept as {name}, for the one before: {reason}"
             on_event(Event(passed))
     return report
 
@@ -243,8 +243,8 @@ def _shown(
     if read.bad:
         lines = counted(len(read.bad), "line")
         on_event(Event(f"left out {lines} of {folder.metrics} that can't be read"))
-    for name, error in checkpoints.torn(folder.checkpoints):
-        on_event(Event(f"passed over {name}: {error.rule}"))
+    for name, error in checkpoints.damaged(folder.checkpoints):
+        on_event(Event(f"skipped {name}: {error.rule}"))
     plain = {
         **plain,
         "folder": str(folder.root),

@@ -153,7 +153,7 @@ def prepared(
 def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
     """The newest whole checkpoint. Ones with changed or missing bytes are named and kept apart, if
     there is another; what can't be read for any other reason, or contradicts, stops the start."""
-    whole, torn = checkpoints.whole(folder.checkpoints), checkpoints.torn(folder.checkpoints)
+    whole, torn = checkpoints.whole(folder.checkpoints), checkpoints.damaged(folder.checkpoints)
     for _, error in torn:
         if not isinstance(error, NotWholeError):
             raise error
@@ -167,7 +167,7 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
         must_follow(checkpoint, points)
     for name, error in torn:
         apart = checkpoints.move_apart(folder.checkpoints / name, error.rule)
-        on_event(Event(f"passed over {name}, kept as {apart.name}: {error.rule}"))
+        on_event(Event(f"skipped {name}, kept as {apart.name}: {error.rule}"))
     return whole[-1] if whole else None
 
 

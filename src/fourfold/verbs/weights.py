@@ -75,7 +75,7 @@ def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
         return checkpoints.read(path)
     torn: list[tuple[str, UserError]] = []
     for root in (path / "checkpoints", path):
-        found, some = checkpoints.newest(root), checkpoints.torn(root)
+        found, some = checkpoints.newest(root), checkpoints.damaged(root)
         torn += some
         if found is not None:
             for name, error in some:
@@ -83,7 +83,7 @@ def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
                     continue
                 if not isinstance(error, NotWholeError):
                     raise error
-                on_event(Event(f"passed over {name}: {error.rule}"))
+                on_event(Event(f"skipped {name}: {error.rule}"))
             return found
     why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
     rule = f"has no intact checkpoint{why}"
@@ -117,7 +117,7 @@ def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> 
     phases = {"load": "reading the checkpoint", "save": "writing"}
 
     def say(text: str) -> None:
-        show(phases.get(text.rpartition("now ")[2], "starting"))
+        show(phases.get(text.rpartition("now ")[2], "reading the checkpoint"))
 
     job = Job(job="weights", options=tuple(options.items()))
     with scratch() as folder:

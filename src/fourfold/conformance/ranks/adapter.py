@@ -134,19 +134,19 @@ def tiny_of(cell: Cell, size: int, **shape: Any) -> Tiny:
     """The model of a cell, in one of two sizes; degrees divide what they cut. `shape`: what the
     engine's model fixes, up to a multiple."""
     tp, wanted = cell.tp, 32 + 16 * size
-    heads = _up(4, tp)
-    head_dim = _up(wanted // heads, 2)
+    heads = _rounded_up(4, tp)
+    head_dim = _rounded_up(wanted // heads, 2)
     sizes: dict = {
-        "layers": _up(2 + 2 * size, cell.pp * cell.virtual),
+        "layers": _rounded_up(2 + 2 * size, cell.pp * cell.virtual),
         "hidden": heads * head_dim,
-        "vocab": _up(64 + 32 * size, tp),
+        "vocab": _rounded_up(64 + 32 * size, tp),
         "heads": heads,
         "head_dim": head_dim,
-        "kv_heads": _up(2, tp),
-        "seq": _up(shape.pop("seq", 16 + 16 * size), 2 * cell.cp * tp),
-        "batch": _up(4, cell.dp * micro_batches(cell)),
-        "ffn": _up(shape.pop("ffn", 48 + 16 * size), math.lcm(tp, max(1, cell.etp))),
-        "experts": _up(4, cell.ep) if cell.has("experts") else 0,
+        "kv_heads": _rounded_up(2, tp),
+        "seq": _rounded_up(shape.pop("seq", 16 + 16 * size), 2 * cell.cp * tp),
+        "batch": _rounded_up(4, cell.dp * micro_batches(cell)),
+        "ffn": _rounded_up(shape.pop("ffn", 48 + 16 * size), math.lcm(tp, max(1, cell.etp))),
+        "experts": _rounded_up(4, cell.ep) if cell.has("experts") else 0,
         "sinks": cell.has("sinks"),
         "tied": cell.has("tied"),
         "uneven": cell.has("uneven"),
@@ -154,7 +154,7 @@ def tiny_of(cell: Cell, size: int, **shape: Any) -> Tiny:
     return Tiny(**sizes | shape)
 
 
-def _up(n: int, step: int) -> int:
+def _rounded_up(n: int, step: int) -> int:
     return step * math.ceil(n / step)
 
 

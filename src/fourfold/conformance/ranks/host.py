@@ -83,7 +83,7 @@ def wait(pids: dict[int, int], limit_s: float) -> dict[int, int]:
     return codes
 
 
-def be_rank(
+def run_rank(
     adapter: type[Adapter], case: Case, world: int, folder: Path, limit_s: float, fault: str
 ) -> None:
     faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs is read from the log
@@ -210,7 +210,7 @@ def run_cell(adapter: type[Adapter], request: dict) -> dict:
             place = torch.device("cpu") if device == "cpu" else torch.device(device, rank)
             case = Case(cell, tiny, seed, rank, place)
             asked = (adapter, case, cell.world, folder, limit_s, request.get("break", ""))
-            pids[rank] = fork(partial(be_rank, *asked), folder / f"rank-{rank}.log")
+            pids[rank] = fork(partial(run_rank, *asked), folder / f"rank-{rank}.log")
         codes = wait(pids, limit_s)
         if any(codes.values()):
             return failure(adapter, folder, codes, limit_s)

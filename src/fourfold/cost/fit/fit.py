@@ -116,7 +116,7 @@ def _fit_part(
     free = np.zeros(prior.mean.shape, dtype=bool)
     for g, count in enumerate(lengths):
         away = every.x[g] - prior.mean[g]
-        free[g, telling(away, every.hessian[g], most=min(part.most, count))] = True
+        free[g, most_informative(away, every.hessian[g], most=min(part.most, count))] = True
     begin, prior = np.where(free, every.x, prior.mean), replace(prior, free=free)
     found = minimise(residuals, groups, prior, scale=part.scale, begin=begin)
     left = residuals(found.x[groups][None], np.arange(len(groups)))[0]
@@ -156,7 +156,7 @@ def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
     )
 
 
-def telling(away: Floats, hessian: Floats, *, most: int) -> list[int]:
+def most_informative(away: Floats, hessian: Floats, *, most: int) -> list[int]:
     """The few coefficients that explain most, chosen one after the other on the paraboloid around
     the top of the posterior; `away` is the way to the top from where the others stay."""
     chosen: list[int] = []

@@ -41,7 +41,7 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
                 plain = read_run_folder(path.parent) if in_store else read_run(path)[0]
                 reports.append(codec.load(RunReport, plain))
         except UserError as error:
-            warn(f"{path} is passed over: {error}")
+            warn(f"{path} is skipped: {error}")
     return reports
 
 

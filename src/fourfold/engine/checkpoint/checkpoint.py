@@ -76,7 +76,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint, tick: Tick | None = None) -> 
     trainer.restore_scalars({name: float(value) for name, value in state.scalars})
 
 
-def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None) -> Checkpoint:
+def load_intact(trainer: Trainer, root: Path, name: str, tick: Tick | None = None) -> Checkpoint:
     """Load this checkpoint or, where its bytes have changed, the newest sound one before it; those
     are then kept apart. All ranks share the reading and agree. Collective."""
     group, first = cpu_group(), dist.get_rank() == 0

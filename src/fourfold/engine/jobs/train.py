@@ -75,7 +75,7 @@ def _load(task: Task, trainer: Trainer, out: Path) -> int:
         if settings is not None and settings.weights:
             begin_from(trainer, settings.weights, tick)
         return 0
-    loaded = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
+    loaded = checkpoint.load_intact(trainer, out / "checkpoints", name, tick)
     if task.rank == 0:
         curve.cut(out / curve.METRICS_FILE, loaded.step)
     return loaded.step
@@ -242,9 +242,9 @@ class StopRequest:
         self._answer: dist.Work | None = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, self._hear)
+                signal.signal(number, self._on_stop_signal)
 
-    def _hear(self, *_: object) -> None:
+    def _on_stop_signal(self, *_: object) -> None:
         self._signalled = True
 
     def connect(self) -> None:

@@ -115,8 +115,8 @@ def verdict(findings: Sequence[RankFindings], truth: Truth, policy: Policy) -> d
         if routed and routed["wrong"] and not exact
         else ()
     )
-    grad, worst_grad = _worst([f.grads for f in findings], _but(truth.grads, moved))
-    param, worst_param = _worst([f.params for f in findings], _but(truth.params, moved))
+    grad, worst_grad = _worst([f.grads for f in findings], _without_parts(truth.grads, moved))
+    param, worst_param = _worst([f.params for f in findings], _without_parts(truth.params, moved))
     missing, limits = _unseen(findings, truth), asdict(tolerances)
     gaps = {"loss_diff": loss, "norm_rel": norm, "grad_rel": grad, "param_rel": param}
     passed = all(gap <= limit for gap, limit in zip(gaps.values(), limits.values(), strict=True))
@@ -179,7 +179,7 @@ def _relative(have: list[float], want: list[float]) -> float:
     return max(_finite(abs(a - b)) / abs(b) for a, b in zip(have, want, strict=True))
 
 
-def _but(wanted: dict[str, Tensor], parts: tuple[str, ...]) -> dict[str, Tensor]:
+def _without_parts(wanted: dict[str, Tensor], parts: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: one for name, one in wanted.items() if not any(part in name for part in parts)}
 
 

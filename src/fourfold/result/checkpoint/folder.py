@@ -222,7 +222,7 @@ def whole(root: Path) -> list[Checkpoint]:
     return [checkpoint for checkpoint in _all(root) if isinstance(checkpoint, Checkpoint)]
 
 
-def torn(root: Path) -> list[tuple[str, UserError]]:
+def damaged(root: Path) -> list[tuple[str, UserError]]:
     """Names of the others, and what is wrong with them."""
     return [broken for broken in _all(root) if not isinstance(broken, Checkpoint)]
 

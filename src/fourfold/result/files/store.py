@@ -83,7 +83,7 @@ class Store:
 
     # --- writing
 
-    def workplace(self) -> Path:
+    def new_work_folder(self) -> Path:
         """A new folder to run in, marked with who works there."""
         return run_file.new_place(self.root)
 
@@ -100,7 +100,7 @@ class Store:
 
     def keep(self, report: RunReport, place: Path | None = None) -> Stored:
         """Give the run its key: the folder it worked in becomes the stored one."""
-        place = place or self.workplace()
+        place = place or self.new_work_folder()
         for repeat in self._free_repeats(report):
             report = dataclasses.replace(report, repeat=repeat)
             key = run_file.key_of(report)

@@ -88,7 +88,7 @@ class Titan(Adapter):
         self.take(p for part in parts for p in part.parameters())
         return parts
 
-    def hire(self, kind: type, utils: Any, **parts: Any) -> None:
+    def make_trainer(self, kind: type, utils: Any, **parts: Any) -> None:
         """The Trainer; `utils` is the module by whose name it clips."""
         rates = SimpleNamespace(get_last_lr=lambda: [LR])
         rate = SimpleNamespace(schedulers=[rates], get_metrics=dict, step=lambda: None)

@@ -122,7 +122,7 @@ class Titan2(Titan):
         self.sharded(parts)
         kind, asked = self.case.device.type, job.training.mixed_precision_param
         parallel_loss = cell.tp > 1 and not job.parallelism.disable_loss_parallel
-        self.hire(
+        self.make_trainer(
             Trainer, utils, job_config=job, model_args=arguments, model_parts=parts, loss_fn=loss,
             optimizers=spec.build_optimizers_fn(parts, job.optimizer, self.dims),
             gradient_accumulation_steps=1 if cell.pp > 1 else self.case.micros,

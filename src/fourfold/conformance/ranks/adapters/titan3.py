@@ -113,7 +113,7 @@ class Titan3(Titan):
         loss = CrossEntropyLoss.Config(global_vocab_size=self.tiny.vocab)
         loss_fn = loss.build(compile_config=self.config.compile)
         pipeline = self._parallelize(model, loss_fn)
-        self.hire(
+        self.make_trainer(
             Trainer, utils, config=self.config, model_config=described, loss_fn=loss_fn,
             optimizers=self._optimizer(),
             gradient_accumulation_steps=1 if cell.pp > 1 else self.case.micros,
