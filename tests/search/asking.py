@@ -23,9 +23,10 @@ def ask(
     **changed,
 ) -> PlanQuery:
     cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
-    entry, why = entry_for(known, stack, cluster)
+    shape = catalog.model(model)
+    entry, why = entry_for(known, stack, cluster, experts=shape.moe is not None)
     base = PlanQuery(
-        model=catalog.model(model),
+        model=shape,
         cluster=cluster,
         gpus=gpus,
         batch=Batch(seq_len=4096, global_batch=48),

@@ -52,6 +52,8 @@ from tests.search.asking import ask
 PLAIN = {"policy": Policy(), "evidence": {}}
 FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"sharding": "zero3"},
          {"cp_kind": "ulysses", "tp": 2}, {"schedule": "1f1b"}, {"replicate": 1})  # fmt: skip
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "mpt-125m", "llama-3.1-70b", "mixtral-8x7b",
+          "olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")  # fmt: skip
 WHERE = ((), ("tp <= 4",), ("mem_gib < 60",), ("step_s < 5 and micro_batch == 1",), ("pp > 64",))
 
 
@@ -60,7 +62,7 @@ def questions(draw: st.DrawFn, most_gpus: int = 24) -> PlanQuery:
     gpus = draw(st.sampled_from([n for n in (1, 4, 6, 8, 12, 16, 24, 48, 64) if n <= most_gpus]))
     device = draw(st.sampled_from(["h100-80gb", "a100-40gb", "a100-80gb", "b200"]))
     stack = draw(st.sampled_from(["generic", "megatron", "fourfold", "torchtitan", "nanotron"]))
-    model = draw(st.sampled_from(["llama-3.2-1b", "llama-3.1-8b", "mpt-125m", "llama-3.1-70b"]))
+    model = draw(st.sampled_from(MODELS))
     compute = draw(st.sampled_from([None, None, "fp8"]))
     schedule = draw(st.sampled_from(["1f1b", "1f1b", "zero-bubble", "gpipe"]))
     policy = Policy(compute_dtype=compute, schedule=schedule, compile=draw(st.booleans()))
