@@ -48,6 +48,7 @@ def test_bad_settings_and_layouts_start_nothing(cli, tmp_path: Path) -> None:
     assert "--warmup-steps 4" in cli("train", *words, "--warmup-steps", "4", status=2)
     assert "tp" in cli("train", *words, "--gpus", "3", "--tp", "3", status=2)
     assert "--plot x.txt" in cli("train", *words, "--plot", "x.txt", status=2)
+    assert "two steps A:B" in cli("train", *words, "--trace-steps", "4", status=2)
     assert "batch.ramp.increment=3" in cli("train", *words, "--ramp", "2,3,8", status=2)
     said = cli("train", *words, "--set", "batch.ramp=2,2,8", status=2)
     assert '"batch.ramp={start=2,increment=2,samples=8}"' in said
@@ -118,6 +119,13 @@ def checkpoint(folder: TrainingFolder, step: int) -> Path:
 
 def fails(*_: object, **__: object) -> None:
     raise UserError("no such device", field="device")
+
+
+def test_a_trace_of_steps_that_are_done_says_so(cli, monkeypatch, tmp_path: Path) -> None:
+    checkpoint(TrainingFolder(tmp_path), 5)
+    monkeypatch.setattr(command, "run_job", fails)
+    said = cli("train", "--out", tmp_path, "--steps", "9", "--trace-steps", "3:4", status=2)
+    assert "nothing is traced: steps 6 to 9 are to come" in said
 
 
 def test_fresh_gives_back_what_it_could_not_replace(cli, monkeypatch, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
 from fourfold.spec import catalog, codec
 from fourfold.traces import parts
+from fourfold.traces.settings import Setting, preset_of
 from tests.fuzz import ODD, damaged, revalue
 from tests.logs import written
 from tests.sampling import examples
@@ -270,10 +271,21 @@ def test_a_log_of_the_run_overrules_the_trace_and_says_where(tmp_path: Path) -> 
     assert (spec.layout.tp, spec.layout.dp, spec.gpus) == (2, 4, 8)
     assert (settings["tp"].value, settings["heads"].value) == (2, 32)
     assert settings["heads"].doubt == ""  # 64 over two ranks is what the trace shows
+    assert "vocabulary 64,000" in str(list(page(found))), "of the model, not of the rank"
     assert settings["recompute"].value == "full"
     assert "the trace says none" in settings["recompute"].doubt
     with pytest.raises(UserError, match="has no run in it"):
         diagnosed(tmp_path, simulated.trace(SHAPE), log=str(_written(tmp_path, "hello\n")))
+
+
+def test_a_preset_is_known_by_its_shape_whatever_part_a_rank_has() -> None:
+    shape = catalog.model("llama-3.1-8b")
+    names = ("layers", "hidden", "heads", "kv_heads", "vocab", "ffn", "tied")
+    cut = {"layers": 2, "heads": 4, "kv_heads": 4, "vocab": 4, "ffn": 4}
+    of_rank = {name: getattr(shape, name) // cut.get(name, 1) for name in names}
+    axes = {"tp": 4, "pp": 2}
+    settings = {name: Setting(name, value, "") for name, value in (of_rank | axes).items()}
+    assert preset_of(settings) == ("llama-3.1-8b", "")
 
 
 def _written(folder: Path, text: str) -> Path:

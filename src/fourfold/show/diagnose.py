@@ -50,6 +50,9 @@ def _ms(seconds: float) -> str:
 
 def _head(answer: Diagnosis) -> Iterator[str]:
     value = {name: one.value for name, one in answer.settings.items()}
+    if answer.found.spec is not None:  # a rank's trace has its part of these
+        whole = answer.found.spec.model
+        value |= {n: getattr(whole, n) for n in ("layers", "vocab", "experts") if n in value}
     engine = value.get("engine", "unknown engine")
     compiled = "compiled" if value.get("compile") else "not compiled"
     gpu = value.get("gpu", "unknown GPU")

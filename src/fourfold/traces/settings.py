@@ -244,25 +244,27 @@ def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
             "expert_ffn": shape.moe.ffn if shape.moe else 0,
         }  # fmt: skip
         skip = {"ffn"} if shape.moe else set()
-        if any(has[key] != value for key, value in asked.items() if key not in skip):
+        if any(has[key] != asked[key] for key in has if key in asked and key not in skip):
             continue
         if shape.experts and "experts" not in asked:
             continue
-        layers, tied = settings.get("layers"), settings.get("tied")
-        off = [f"{layers.value} layers"] if layers and layers.value != shape.layers else []
+        layers, tied = asked.get("layers", shape.layers), settings.get("tied")
+        off = [f"{layers} layers"] if layers != shape.layers else []
         off += ["tied" if tied.value else "untied"] if tied and tied.value != shape.tied else []
         if best is None or len(off) < best[0]:
             best = (len(off), name, ", ".join(off))
     return (best[1], best[2]) if best else ("", "")
 
 
-_SHAPE = ("hidden", "heads", "kv_heads", "vocab", "experts", "ffn", "expert_ffn")
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "vocab", "experts", "ffn", "expert_ffn")
 
 
 def _whole(name: str, value: int, settings: dict[str, Setting]) -> int:
-    """Of the model, where a rank sees its tensor rank's part."""
+    """Of the model, where a rank sees its part."""
     tp = settings["tp"].value if "tp" in settings else 1
     ep = settings["ep"].value if "ep" in settings else 1
     if name in ("heads", "kv_heads", "ffn", "vocab"):
         return value * tp
+    if name == "layers":
+        return value * (settings["pp"].value if "pp" in settings else 1)
     return value * ep if name == "experts" else value

@@ -108,6 +108,8 @@ def _asked(
     spec, settings = described(table, folder, request, on_event)
     must_be_legal(spec, permit_of(request), is_here=site_of(request) is None)
     must_have_packages(settings)
+    if request.trace_steps:
+        trace_window(request.trace_steps)
     return folder, spec, settings
 
 
@@ -140,8 +142,10 @@ def _job(
     folder.describe(spec, settings)
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}
     if request.trace_steps:
-        trace_window(request.trace_steps)
         options["trace_steps"] = request.trace_steps
+        (first, last), done = trace_window(request.trace_steps), start.step if start else 0
+        if last <= done or first > settings.steps:  # no error: a batch job repeats its command
+            on_event(Event(f"nothing is traced: steps {done + 1} to {settings.steps} are to come"))
     return Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
 
 
