@@ -30,6 +30,17 @@ WORDS = ["plan", "--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--gpus", "2",
          "--global-batch", "8", "--stack", "megatron"]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("model", "status", "says"),
+    [("gemma-2-2b", 0, "The largest model"), ("qwen3-30b-a3b", 2, "only dense shapes")],
+)
+def test_a_larger_model_of_any_family(cli, model, status, says) -> None:
+    """Windows in some of its layers are in as many of the larger one's."""
+    ask = ("plan", "--model", model, "--gpu", "h100-80gb", "--gpus", 1, "--seq-len", 8192)
+    more = ("--global-batch", 4, "--stack", "fourfold", "--largest", "model", "--recompute", "full")
+    assert says in cli(*ask, *more, status=status)
+
+
 def test_a_front_against_memory_is_that_of_all_points() -> None:
     query, _ = resolved(replace(SMALL, model="llama-3.1-8b", gpus=8))
     ranking = rank_layouts(query)

@@ -12,6 +12,7 @@ from fourfold.search.advise import auto_heads
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
+from fourfold.spec import check
 from fourfold.spec.model import ModelShape
 from fourfold.units import counted
 
@@ -50,6 +51,8 @@ TOLERANCE = 0.06
 
 def shapes_near(base: ModelShape, params: float, seq_len: int, tp: int) -> list[ModelShape]:
     """Shapes of the base's family within a few percent of `params`, aligned for tp."""
+    rule, hint = "has experts: only dense shapes are made larger and smaller", "name a dense model"
+    check.that(base.moe is None, "model", base.name, rule, hint)
     shapes: dict[tuple[int, int], ModelShape] = {}
     step = 128 * max(1, tp // 2)
     for aspect in ASPECTS:
@@ -78,13 +81,14 @@ def _shape(
     ffn = round(base.ffn / base.hidden * hidden / (64 * tp)) * 64 * tp
     wide = replace(
         base, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=max(64 * tp, ffn), layers=1,
-        head_dim=None, name="custom",
+        head_dim=None, local_layers=None, name="custom",
     )  # fmt: skip
     each = model_params(replace(wide, layers=2), seq_len) - model_params(wide, seq_len)
     layers = round((params - model_params(wide, seq_len)) / each) + 1
     if not 1 <= layers <= 400:
         return None
-    model = replace(wide, layers=layers, name=f"{layers} x {hidden}")
+    local = base.local_layers and max(1, round(base.local_layers / base.layers * layers))
+    model = replace(wide, layers=layers, local_layers=local, name=f"{layers} x {hidden}")
     off = abs(model_params(model, seq_len) / params - 1.0)
     return model if off <= TOLERANCE else None
 

@@ -20,7 +20,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.units import counted
 
@@ -144,6 +144,13 @@ def _check_choices(engine: str, owner: str, holder: object, choices: Choices) ->
 
 def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
     _check_choices(engine, "model.", model, {**_RARE, **choices})
+    if model.window is not None:
+        hint = f"sequences of at most {model.window} tokens"
+        raise no_setting(engine, "model.window", model.window, hint)
+    if model.variants:
+        words = ", ".join(VARIANTS[one] for one in model.variants)
+        hint = "--export accelerate or deepspeed, where the model is your script"
+        raise no_setting(engine, "model.variants", words, hint)
     for one in fields(model):
         default = one.default if one.default is not MISSING else None
         value = getattr(model, one.name)
