@@ -122,6 +122,8 @@ CASES = [
      {"sharding": "zero3"}, {"sharding": "zero1"}),
     ("unbuilt", {"async_tp": True, "stack": "fourfold"}, {"layout": "tp2"}, {"layout": "dp2"}),
     ("unbuilt", {"layout": "dp2", "optimizer_dtype": "fp8"}, {"stack": "fourfold"}, {}),
+    ("unbuilt", {"overlap_exchange": True, "stack": "fourfold", "model": MIXTRAL},
+     {"layout": "dp2 ep2"}, {"layout": "dp2"}),
     ("expert-dense", {"layout": "dp2 ep2"}, {}, {"model": MIXTRAL}),
     ("expert-dense", {"layout": "dp2 etp2"}, {}, {"model": MIXTRAL}),
     ("expert-dense", {"recompute": "moe"}, {}, {"model": MIXTRAL}),

@@ -47,6 +47,7 @@ def unbuilt_choices(c: RuleCase) -> dict[str, Truth]:
         "reduce_dtype": (policy.reduce_dtype in _NARROW) | (other_sum & (c.dp * c.cp > shards)),
         "async_tp": policy.async_tp & (c.tp > 1),
         "attention": policy.attention == "fused-softmax",
+        "overlap_exchange": policy.overlap_exchange & (c.ep * c.etp > 1),
         "overlap_grad_reduce": not policy.overlap_grad_reduce,
         "overlap_param_gather": not policy.overlap_param_gather,
     }
