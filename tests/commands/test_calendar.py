@@ -96,6 +96,7 @@ def test_phases_of_a_file_add_up(tmp_path: Path, cli: Cli) -> None:
         '[assumptions]\ndetect_s = "2min"\nspare_hosts = 2\n'
     )
     answer = cli.json("calendar", file)
+    assert cli.json("calendar", "--spec", file) == answer
     (point,) = answer["points"]
     assert answer["tokens"] == 10**12
     assert len(point["layouts"]) == len(point["step_s"]) == 2
@@ -132,6 +133,7 @@ def test_phases_of_a_file_add_up(tmp_path: Path, cli: Cli) -> None:
     [
         (["--tokens", "1T"], "gpus is required"),
         (["--gpus", "64"], "--tokens is required"),
+        (["a.toml", "--spec", "b.toml"], "--spec b.toml is beside a.toml"),
         (["--tokens", "1T", "--deadline", "soon"], "--deadline"),
         (["--tokens", "1T", "--deadline", "0d"], "--deadline 0.0 must be above 0"),
         (["--tokens", "1T", "--budget", "5M"], "price is required with a budget"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import fourfold
@@ -55,7 +56,7 @@ def calendar(args: Any, show: OnEvent) -> Output:
     interval), spare and slow hosts, evaluations and repeated steps. What is assumed of these has a
     spread and a source, both in 'calendar --assume list'. Intervals hold 8 of 10 trainings.
 
-    SPEC is a run description as --spec takes it, with flags of 'plan' as fields (gpu, tokens,
+    SPEC (or --spec) is a run description as plan's, with flags of 'plan' as fields (gpu, tokens,
     price, ...), any number of [[phases]] (tokens, and seq_len, global_batch, ramp or gpus where
     they change) and [assumptions]. Flags override it.
     """
@@ -75,12 +76,15 @@ def calendar(args: Any, show: OnEvent) -> Output:
 
 def _request(args: Any, show: OnEvent) -> CalendarRequest:
     table: dict[str, Any] = {}
-    if args.file:
+    one_file = not (args.file and args.spec)
+    check.that(one_file, "--spec", args.spec, f"is beside {args.file}", "write one file of both")
+    path, args = args.file or args.spec, SimpleNamespace(**{**vars(args), "spec": None})
+    if path:
         try:
-            table = codec.parse_toml(files.read_text(args.file, field="SPEC"))
+            table = codec.parse_toml(files.read_text(path, field="SPEC"))
             return _read(args, table, show)
         except UserError as error:
-            raise error.inside(args.file) if error.field in table else error from None
+            raise error.inside(path) if error.field in table else error from None
     return _read(args, table, show)
 
 
