@@ -50,6 +50,7 @@ def test_runs_are_listed_filtered_and_sorted(store: Path, cli: Cli) -> None:
     assert listed("--tag", "second", "--outcome", "oom")["runs"][0]["failure"].startswith("rank 2")
     assert [row["peak_bytes"] for row in listed("--sort", "peak_bytes")["runs"]][-1] == 4 * 10**7
     cli("runs", "--runs", store, "--where", "colour == 1", status=2)
+    assert "is not a run store" in cli("runs", "--runs", f"{store}-no", status=2)
     assert "4 runs in" in cli("runs", "--runs", store)
 
 

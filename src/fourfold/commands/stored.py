@@ -52,6 +52,8 @@ def runs(args: Any, show: OnEvent) -> Output:
     RUN' prints one run in full.
     """
     request = options.load(RunsRequest, args)
+    hint = "measure something with 'fourfold bench' first"
+    check.that(Path(request.runs).is_dir(), "runs", request.runs, "is not a run store", hint)
     answer = fourfold.runs(request, on_event=show)
     return Output.of(answer, lambda: runs_page(answer, request.runs))
 

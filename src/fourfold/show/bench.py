@@ -43,8 +43,10 @@ def page(plain: dict[str, Any], convention: str) -> list[Part]:
         f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "
         f"{plain['global_batch']} x {plain['seq_len']} tokens, {plain['precision']}{data}"
     )
-    torch = f", torch {plain['torch']}" if plain["torch"] else ""  # illegal runs need none
-    stored = f"{plain['device']}{torch}; stored in {plain['folder']}"
+    # Of another engine it is that engine's name; illegal runs need none.
+    kind = ", torch" if plain["engine"] == "fourfold" else ","
+    version = f"{kind} {plain['torch']}" if plain["torch"] else ""
+    stored = f"{plain['device']}{version}; stored in {plain['folder']}"
     oom = oom_page(plain.get("post_mortem", {}))
     return [head, "", quantities(_rows(plain, convention)), *oom, "", stored]
 
@@ -111,7 +113,7 @@ def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
     updating = max(rank["optimizer_bytes"] for rank in plain["memory"])
     if updating:
         note = "fullest rank, during the optimizer step"
-        lines.append(["optimizer step", show_bytes(updating), note])
+        lines.append(["optimizer peak", show_bytes(updating), note])
     stages: dict[int, int] = {}
     for rank in plain["memory"]:
         stages[rank["stage"]] = max(rank["peak_bytes"], stages.get(rank["stage"], 0))
