@@ -7,6 +7,8 @@ Same, different or can't tell; what to doubt about a measurement; when warm-up i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fourfold.result.quality import between_runs, compare, differences, flags, straggler
@@ -33,6 +35,7 @@ from fourfold.spec import codec
 from tests.specs import run_spec
 
 SPEC = run_spec("llama-tiny", seq_len=8)
+FURTHER = replace(SPEC, model=replace(SPEC.model, mtp=1))
 
 
 def report(*, seconds: tuple[float, ...] = (1.0,) * 8, **fields: object) -> RunReport:
@@ -45,7 +48,7 @@ def report(*, seconds: tuple[float, ...] = (1.0,) * 8, **fields: object) -> RunR
         "probes": probes(1.0, 1.01),
         "warmup": Warmup(steps=8, ended="steady", drift=0.01),
     }
-    return RunReport(spec=SPEC, outcome="ok", **(plain | fields))
+    return RunReport(**({"spec": SPEC, "outcome": "ok"} | plain | fields))
 
 
 def sample(throttle: str) -> DeviceSample:
@@ -79,6 +82,7 @@ def test_a_clean_run_has_no_flag() -> None:
         ({"ranks": (RankSteps(rank=0, recompiles=3),)}, "3 recompiles in the window"),
         ({"ranks": (RankSteps(rank=0, recompiles=1),)}, "1 recompile in the window"),
         ({"probes": probes(1.0, 0.9)}, "GEMMs -10% after the run"),
+        ({"spec": FURTHER}, "measured without the layer that predicts further tokens (mtp)"),
         ({"window_s": 20.0}, "wall clock 20 s, but the steps sum to 8 s"),
         ({"seconds": (2.0, 2.0, 2.0, *(1.0,) * 9)}, "the first 2 steps were slower"),
         ({"seconds": (1.0, 1.5, 1.0, 1.5, 1.0, 1.5)}, "steps vary by 50%"),

@@ -15,6 +15,7 @@ from fourfold.escape import flattened
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.result.timing import LEAD, Timing, timing
+from fourfold.spec.supported import left_out
 from fourfold.units import counted
 
 # Known work before and after the steps may differ by this much on a healthy machine.
@@ -64,6 +65,8 @@ def flags(report: RunReport) -> list[str]:
         doubts.append(f"the first {slow} slower and left out")
     if known is not None and known.high_s > 1.2 * known.low_s:
         doubts.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
+    without = "" if dict(report.environment).get("engine") else left_out(report.spec.model)
+    doubts += [f"measured {without}"] if without else []
     return doubts + _emulation_flags(report, known)
 
 

@@ -45,6 +45,13 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     return (*(words for is_so, words in facts if is_so), *variants)
 
 
+def left_out(model: ModelShape) -> str:
+    """What the engine runs the model without; '' where it runs all of it."""
+    layers = model.mtp or 0
+    named = f"the {layers} layers that predict" if layers > 1 else "the layer that predicts"
+    return f"without {named} further tokens (mtp)" if layers else ""
+
+
 def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...]:
     return (
         (model.activation != "swiglu", f"experts with {model.activation}"),

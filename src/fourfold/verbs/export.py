@@ -28,7 +28,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
-from fourfold.spec.supported import without_idle_window
+from fourfold.spec.supported import left_out, without_idle_window
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.question import resolved
@@ -204,7 +204,8 @@ def support(request: SupportRequest) -> Support:
     return Support(
         model=model.name,
         params=model_params(model, _TOKENS),
-        runs_here="; ".join(map(str, refusals)) or "yes",
+        runs_here="; ".join(map(str, refusals))
+        or ", ".join(filter(None, ("yes", left_out(model)))),
         lines=tuple(_line(model, engine, gpu) for engine in engines for gpu in gpus),
     )
 

@@ -22,6 +22,7 @@ from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
 from fourfold.result.trace import trace_window
 from fourfold.spec import RunSpec, check, codec
+from fourfold.spec.supported import left_out
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted, show_seconds
@@ -107,6 +108,8 @@ def _asked(
     table = run(known_table(folder, request)) if callable(run) else run
     spec, settings = described(table, folder, request, on_event)
     must_be_legal(spec, permit_of(request), is_here=site_of(request) is None)
+    if without := left_out(spec.model):
+        on_event(Event(f"note: {spec.model.name} is trained {without}"))
     must_have_packages(settings)
     if request.trace_steps:
         trace_window(request.trace_steps)
