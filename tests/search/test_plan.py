@@ -624,6 +624,11 @@ def test_safe_ranks_what_surely_fits(cli) -> None:
         (["--cluster", "small.toml", "--gpus", "1000"], 2, "exceeds the 16 GPUs of small"),
         (["--export", "jax"], 2, "one of megatron"),
         (["--explain", "tp0x"], 2, "is not a layout"),
+        (
+            ["--spec", "typo.toml"],
+            2,
+            "a run description has no field 'modle'; did you mean 'model'",
+        ),
         (["--front", "memory", "--export", "megatron"], 2, "--export does not go with --front"),
         (["--explain", "dp16", "--html", "x.html"], 2, "--html does not go with --explain"),
         (["--pick", "2"], 2, "--pick needs --export"),
@@ -641,6 +646,7 @@ def test_bad_requests_and_empty_answers(words, code, says, capsys, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     small = usual_cluster(catalog.device("h100-80gb"), 16)
     (tmp_path / "small.toml").write_text(codec.to_toml(replace(small, name="small")))
+    (tmp_path / "typo.toml").write_text('modle = "llama-tiny"\n')
     base = [*PLAN] if "--gpus" not in words else [w for w in PLAN if w not in ("--gpus", "16")]
     if "--gpu" in words or "--cluster" in words:
         base = [w for w in base if w not in ("--gpu", "h100-80gb")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.stacks import EXPORTS
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.search.choice import MOST_RISK, RISK
@@ -29,6 +29,12 @@ STORE = ("run store (default: runs)", "DIR")
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PlanRequest that a run's table decides."""
+    known = [*codec.type_hints(RunSpec), "schema"]
+    for name in table:
+        if name not in known:
+            is_flag = name in codec.type_hints(PlanRequest)
+            hint = f"use --{name.replace('_', '-')}" if is_flag else nearest(name, known)
+            raise UserError(f"a run description has no field '{name}'", hint=hint)
     plain, policy = (_table(table, name) for name in ("batch", "policy"))
     sizes = ((name, plain.get(name)) for name in ("seq_len", "global_batch"))
     for name, value in (("model", table.get("model")), *sizes):
