@@ -48,9 +48,8 @@ def flags(report: RunReport) -> list[str]:
     if report.warmup is not None and report.warmup.still_drifts:
         doubts.append(f"still warming up: {report.warmup.words}")
     elif report.warmup is not None and report.warmup.steps < LEAD:
-        why = "they compile, allocate and, on a CPU, count memory"
-        early = f"{LEAD - report.warmup.steps} of the first {LEAD} steps timed"
-        doubts.append(f"{early}: {why}; use --warmup {LEAD} or more")
+        why = "compilation, first allocations or, on a CPU, counting of memory"
+        doubts.append(f"timed steps include {why}: use --warmup {LEAD} or more")
     doubts += _probe_flags(report)
     timed = [step.seconds for step in report.steps if not step.warmup]
     if report.window_s and timed and report.window_s > (1 + _WINDOW_GAP) * sum(timed):
