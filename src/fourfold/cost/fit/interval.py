@@ -30,7 +30,8 @@ TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 # Half widths (log) at 80%, set on folds (docs/accuracy.md): of what no coefficient explains, in its
 # noise; of a doubling beyond measured ranges, where formulas may be wrong.
 SCATTER, PER_DOUBLING = 1.5, 0.02
-ROUTED_SCATTER = 1.4  # of runs with experts, whose errors have longer tails
+# Times that of runs with experts, whose errors have longer tails and whose rows are few.
+ROUTED_SCATTER, ROUTED_AWAY = 1.4, 5.0
 STEP = 1e-3  # of the logarithm of a coefficient
 # Bytes/s of a node's network where nobody states it: the tenth and the ninetieth percentile of 25
 # to 400 GB/s, even by logarithm.
@@ -80,8 +81,9 @@ class StepInterval:
         # One after the other: numpy adds a row in another order when it stands alone.
         for doubt in self._doubts.T:
             total = total + doubt**2
+        each = PER_DOUBLING * (ROUTED_AWAY if has_experts(self.entry.stack) else 1.0)
         for away in offsets(self.c, self.entry.ranges).values():
-            total = total + (PER_DOUBLING * away) ** 2
+            total = total + (each * away) ** 2
         return np.sqrt(total)
 
     @cached_property
