@@ -281,6 +281,7 @@ def shipped() -> Calibration:
     return replace(known, entries=completed((*known.entries, *_read("experts.json").entries)))
 
 
+@functools.cache
 def gpu_entry(stack: str, device: str) -> FittedStack | None:
     """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
     known = completed(_read("own.json").entries)
