@@ -35,10 +35,11 @@ settings.load_profile("fourfold")
 HERE = Path(__file__).parent
 # By path below tests/, so that a new file of these folders is found without being marked.
 QUICK = (
-    "test_*.py", "spec/*", "cost/*", "result/*", "show/test_micro.py", "show/test_table.py",
+    "test_*.py", "spec/*", "cost/*", "result/*", "show/test_micro.py",
     "tables/test_document.py", "tables/test_publish*.py", "search/test_legal.py",
     "search/test_export*.py", "laws/test_counts.py", "laws/test_ramp.py",
     "laws/test_legal_columns.py", "laws/test_pipeline_events.py", "conformance/test_cell.py",
+    "commands/test_refused.py",
 )  # fmt: skip
 # Of those, the ones that take seconds each: fits, whole pages of docs, start-up in fresh processes.
 NOT_QUICK = (

@@ -26,7 +26,7 @@ from fourfold.logs.mapping import propose
 from fourfold.logs.nemo import Summary
 from fourfold.logs.nested import Yaml, bracketed
 from fourfold.logs.row import Row
-from fourfold.spec import codec
+from fourfold.spec import codec, texts
 from fourfold.spec.tokens import TokenInfo, edges_of, token_paths
 from fourfold.tables.forms import parse
 from fourfold.verbs.requests import FitRequest, ReportRequest, ScoreRequest
@@ -56,7 +56,7 @@ def _names(size: int) -> None:
 
 def _key(size: int) -> None:
     with pytest.raises(UserError, match="more than 32 parts"):
-        codec.parse_toml(".".join(["'a b'"] * size) + " = 1")
+        texts.parse_toml(".".join(["'a b'"] * size) + " = 1")
 
 
 # Each took time with the square of its size, or memory.
@@ -199,10 +199,10 @@ def test_two_collects_into_one_file_lose_no_row(tmp_path, monkeypatch) -> None:
 
 
 def test_half_of_a_character_is_refused() -> None:
-    assert codec.parse_json('"\\ud83d\\ude00"') == "\N{GRINNING FACE}"
+    assert texts.parse_json('"\\ud83d\\ude00"') == "\N{GRINNING FACE}"
     for text in ('{"a": "\\ud800"}', '{"\\udc00x": 1}', '["\\ude00\\ud83d"]'):
         with pytest.raises(UserError, match="half of a character"):
-            codec.parse_json(text)
+            texts.parse_json(text)
 
 
 def test_a_token_file_may_claim_any_vocabulary(tmp_path: Path) -> None:

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import UserError
-from tests.cli import Cli
 from tests.sources import nodes_of
-
-PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "4096", "--global-batch", "64"]
-BENCH = ["bench", "--model", "llama-tiny"]
 
 
 @pytest.mark.parametrize(
@@ -37,46 +33,6 @@ BENCH = ["bench", "--model", "llama-tiny"]
 )  # fmt: skip
 def test_an_error_is_a_sentence(error: UserError, text: str) -> None:
     assert str(error) == text
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([*BENCH, "--gpus", "4", "--tp", "3"],
-         "--gpus 4 is not divisible by pp x cp x tp = 3; use 3 or 6 GPUs"),
-        ([*BENCH, "--gpus", "512", "--dp", "32", "--tp", "8"],
-         "layout uses 256 of 512 GPUs; omit dp and it becomes 64"),
-        ([*BENCH, "--gpus", "2", "--seq-len", "0"], "--seq-len 0 must be from 1 to 4294967296"),
-        ([*BENCH, "--gpus", "2", "--set", "batch.seq_len=0"],
-         "--set batch.seq_len=0 must be from 1 to 4294967296"),
-        ([*BENCH, "--gpus", "2", "--schedule", "foo"],
-         "--schedule foo is not one of 1f1b, interleaved, gpipe, zero-bubble"),
-        ([*PLAN, "--gpus", "8", "--gpu", "h10"],
-         "unknown GPU 'h10'; did you mean h100-80gb, h100-94gb or h100-96gb?"),
-        ([*PLAN, "--gpus", "8", "--gpu", "h200", "--tokens", "20Q"],
-         "--tokens '20Q' is not a number; write it as 20B or 20e9"),
-        ([*PLAN, "--gpus", "8", "--gpu", "h200", "--format", "xml"],
-         "--format xml is not one of"),
-        (["bench", "--device", "cuda"],
-         "unknown option --device cuda; see 'fourfold bench --help'"),
-        ([*PLAN, "--gpuss", "8"], "unknown option --gpuss 8; did you mean '--gpus'?"),
-    ],
-)  # fmt: skip
-def test_the_command_line_names_the_flag(words: list[str], text: str, cli: Cli) -> None:
-    assert cli(*words, status=2).startswith(f"error: {text}")
-
-
-def test_a_file_names_the_path(tmp_path: Path, cli: Cli) -> None:
-    spec = tmp_path / "run.toml"
-    spec.write_text('model = "llama-tiny"\ngpus = 2\n[batch]\nseq_len = 0\n')
-    assert f"error: batch.seq_len = 0 in {spec} must be from 1" in cli(
-        "bench", "--spec", spec, status=2
-    )
-    assert "error: --gpus 3 is not divisible by" in cli(
-        "bench", "--spec", spec, "--seq-len", "64", "--gpus", "3", "--tp", "2", status=2
-    )
-    spec.write_text("model = \n")
-    assert f"error: {spec} is not TOML" in cli("bench", "--spec", spec, status=2)
 
 
 SOURCE = Path(__file__).parent.parent / "src" / "fourfold"

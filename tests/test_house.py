@@ -1,5 +1,5 @@
 """Rules of the house, read from the source: one home per closed set of words, no circle between
-files, argparse only in commands, files and functions of readable length, one class per name.
+files, files and functions of readable length, one class per name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import get_args
-
-import pytest
 
 from fourfold.result.record import KINDS, REFERENCE_COLUMNS
 from fourfold.result.report import OUTCOMES
@@ -160,18 +158,6 @@ def long_files(texts: Mapping[str, str]) -> dict[str, int]:
     return {name: length for name, length in lengths.items() if length > MAX_FILE}
 
 
-def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
-    """Modules outside cli.py and commands/ that name argparse."""
-    named = {
-        name
-        for name, tree in trees.items()
-        for node in walked(tree)
-        if (isinstance(node, ast.Import) and any(a.name == "argparse" for a in node.names))
-        or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
-    }
-    return {name for name in named - {"cli.py"} if not name.startswith("commands/")}
-
-
 def same_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     """Classes that are defined more than once, and where; those inside functions and classes
     count too."""
@@ -242,10 +228,6 @@ def test_no_file_imports_itself_in_a_circle() -> None:
     assert not circles(trees())
 
 
-def test_only_commands_know_argparse() -> None:
-    assert not with_argparse(trees())
-
-
 def test_files_and_functions_are_short() -> None:
     assert not long_files(FILES)
     assert not long_functions(trees())
@@ -266,43 +248,3 @@ def test_the_engine_is_sorted_into_folders() -> None:
 
 def test_every_module_says_what_it_holds() -> None:
     assert not questions(trees())
-
-
-@pytest.mark.parametrize(
-    ("text", "kinds"),
-    [
-        ('A = ("pp", "dp", "cp")', {"axes"}),
-        ('from typing import Literal\nA = Literal["ring", "ulysses"]', {"context kinds"}),
-        ('x = a == "zero1" or a == "zero2" or a == "zero3"', {"shardings"}),
-        ('A = {"pp": 1, "dp": 2, "cp": 3, "tp": 4}', {"axes"}),
-        ('A = ("ok", "oom")\nB = {"pp": 1, "tp": 2}\nC = "ring"', set()),
-    ],
-)
-def test_a_copy_of_a_set_is_seen(text: str, kinds: set[str]) -> None:
-    assert {kind for kind, _ in copies({"x/y.py": ast.parse(text)})} == kinds
-
-
-def test_the_other_rules_can_fail() -> None:
-    late = "def f():\n    from fourfold.a import c\n"
-    trees = {
-        "a/b.py": ast.parse("from fourfold.a.c import x\nimport argparse\nclass A: ...\n" + late),
-        "a/c.py": ast.parse("def f():\n    import fourfold.a.b\n"),
-        "b.py": ast.parse("def f():\n    class A: ...\n"),
-        "commands/x.py": ast.parse(
-            'from fourfold.commands import y\n@command()\ndef x():\n    """Help."""'
-        ),
-        "commands/y.py": ast.parse("@command()\ndef y(): ..."),
-        "commands/z.py": ast.parse("def z(): ..."),
-    }
-    assert circles(trees) == [["a/b.py", "a/c.py"]]
-    assert with_argparse(trees) == {"a/b.py"}
-    assert same_names(trees) == {"A": ["a/b.py", "b.py"]}
-    assert no_commands(trees) == {"commands/y.py", "commands/z.py"}
-    assert command_imports(trees) == {"commands/x.py"}
-    assert questions({"a.py": ast.parse('"""What is a? A.\n\nB."""'), **trees}) == {"a.py"}
-    body = "def f():\n" + "    x = 1\n" * MAX_FUNCTION
-    assert long_functions({"a.py": ast.parse(body)}) == {"a.py:f": MAX_FUNCTION + 1}
-    assert long_files({"a.py": "\n" * 301, "b.py": "\n" * 300}) == {"a.py": 301}
-    assert flat_engine_files(["engine/x.py", "engine/worker.py", "engine/a/b.py"]) == {
-        "engine/x.py"
-    }

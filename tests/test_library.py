@@ -181,6 +181,24 @@ def test_the_page_has_every_function_with_an_example() -> None:
             verb = getattr(fourfold, name)
             given = {one.arg: None for one in named[name].keywords}
             inspect.signature(verb).bind_partial(*named[name].args, **given)
+            run_or_read(example.strip("`"), named[name], whole=name in CHEAP)
+
+
+# Of the page's examples those that need no ranks and no files; of the others requests are made.
+CHEAP = {"calendar", "support", "explain", "fit_check", "export", "predict", "advise", "model",
+         "cluster", "new_cluster", "flops", "trace", "stacks"}  # fmt: skip
+
+
+def run_or_read(example: str, call: ast.Call, *, whole: bool) -> None:
+    plan = {"model": "llama-3.1-8b", "seq_len": 4096, "global_batch": 64, "stack": "megatron"}
+    asked = fourfold.PlanRequest(**plan, gpu="h100-80gb", gpus=16)
+    run = {"model": "llama-3.1-8b", "gpus": 16, "batch": {"seq_len": "4k", "global_batch": 64}}
+    for one in (run, codec.load(RunSpec, run)):
+        scope = {"f": fourfold, "P": asked, "R": one}
+        parts = [call] if whole else [*call.args, *(each.value for each in call.keywords)]
+        assert all(eval(ast.unparse(part), scope) is not None for part in parts), example
+        if " R" not in example.replace("(R", " R"):
+            break
 
 
 def test_sizes_may_have_units_and_mistakes_are_said() -> None:
@@ -193,11 +211,24 @@ def test_sizes_may_have_units_and_mistakes_are_said() -> None:
         **asked, seq_len=8192, global_batch=64, layout=fourfold.Layout(tp=2, shard=8)
     )
     assert whole.layout == "pp1 dp8 cp1 tp2"
+    assert fourfold.AdviseRequest(gpu="h100", seq_len="8k", tokens=2e12).tokens == 2 * 10**12
+    assert fourfold.TrainingPhase(tokens="2T", ramp="16,16,4k").ramp.samples == 4000
+    assert fourfold.MptSweep(models=["llama-tiny"], gpus=[1]).gpus == (1,)
+    paths = fourfold.CollectRequest(logs=["a.log", Path("b.log")], out=Path("rows.csv"))
+    assert (paths.logs, paths.out) == (("a.log", "b.log"), "rows.csv")
+    with pytest.raises(UserError, match="outcome good is not one of ok, "):
+        fourfold.RunsRequest(outcome=["ok", "good"])
+    with pytest.raises(UserError, match="attention fast is not one of flash"):
+        fourfold.AdviseRequest(gpu="h100", attention="fast")
     bad = {"seq_len": "8q", "gpus": 1.5, "layout": 3, "policy": "fp8", "top": "all"}
     bad |= {"price": "much"}
     for name, value in bad.items():
         with pytest.raises(UserError, match=name):
             fourfold.PlanRequest(**asked | {"seq_len": 1, "global_batch": 1, name: value})
+    with pytest.raises(TypeError, match="'gpu'"):  # which would be left out of the answer
+        fourfold.predict({"model": "mpt-7b"}, gpu="h100-80gb")
+    with pytest.raises(TypeError, match="'clustr'"):
+        fourfold.stacks(clustr="jean-zay")
     with pytest.raises(UserError, match="decides every axis"):
         fourfold.PlanRequest(**asked, seq_len=1, global_batch=1, layout=fourfold.Layout(tp=2))
 

@@ -17,6 +17,8 @@ COMMANDS = (
     ["flops", "--model", "mpt-7b", "--seq-len", "2048"],
     ["models"],
     ["models", "llama-3.1-8b"],
+    ["completion", "words", "pl"],
+    ["completion", "bash"],
 )
 HEAVY = ("torch", "numpy", "rich", "plotly", "matplotlib")
 RATIO = 12

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from fourfold.errors import UserError
     from fourfold.events import Event
     from fourfold.spec.batch import Batch
     from fourfold.spec.cluster import Cluster
@@ -68,6 +69,7 @@ __version__ = "0.1.0"
 
 # Module -> its names; no submodule of this package has a verb's name.
 _MODULES = {
+    "errors": "UserError",
     "events": "Event",
     "spec.batch": "Batch",
     "spec.cluster": "Cluster",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import argparse  # noqa: TID251 -- here alone
 import contextlib
 import io
 import os
@@ -253,7 +253,11 @@ def _action(name: str, rest: list[str]) -> str:
     command = load(name)
     if rest and rest[0] in command.actions:
         return rest[0]
-    if command.actions and command.run is None and rest[:1] != ["--help"]:
+    if (
+        command.actions
+        and command.run is None
+        and rest[:1] not in (["-h"], ["--help"], ["--help-all"])
+    ):
         raise UserError(
             "needs a sub-command" if not rest else "is not a sub-command",
             field=f"fourfold {name}" if not rest else "",
@@ -281,7 +285,7 @@ def _run(parser: Parser, args: Any) -> int:
         raise by_flag(error, args, parser.flags()) from None
     finally:
         show.close()
-    text = text_of(output, style, terminal_columns())
+    text = text_of(output, style, terminal_columns(sys.stdout))
     if text:
         print(text)
     return output.status

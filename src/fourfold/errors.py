@@ -108,11 +108,13 @@ def install(package: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'did you mean ...' for a misspelt name, else the list of names."""
+    """'did you mean ...' for a misspelt or shortened name, else the list of names."""
     import difflib  # 10 ms, only paid on an error
 
-    names = sorted(known)
-    close = difflib.get_close_matches(word[:200], names, n=1, cutoff=0.55)
+    names, plain = sorted(known), word[:200].replace("-", "")
+    longer = [name for name in names if plain and name.replace("-", "").startswith(plain)]
+    cutoff = 0.0 if longer else 0.55
+    close = difflib.get_close_matches(word[:200], longer or names, n=1, cutoff=cutoff)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "none are known"

@@ -117,9 +117,8 @@ def csv_text(rows: Iterable[Sequence[str]]) -> str:
     import io
 
     buffer = io.StringIO(newline="")
-    csv.writer(buffer, lineterminator="\n").writerows(
-        [csv_cell(cell) for cell in row] for row in rows
-    )
+    writer = csv.writer(buffer, lineterminator="\n")  # noqa: TID251 -- here alone
+    writer.writerows([csv_cell(cell) for cell in row] for row in rows)
     return buffer.getvalue()
 
 
@@ -256,7 +255,7 @@ class Screen:
         return getattr(self.stream, name)
 
 
-def steer(stream: Any, text: str) -> None:
+def write_control(stream: Any, text: str) -> None:
     """Write a sequence of our own for the terminal, past the `Screen`."""
     stream = stream.stream if isinstance(stream, Screen) else stream
     stream.write(text)

@@ -9,11 +9,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fourfold import files
-from fourfold.errors import UserError, inside
+from fourfold.errors import UserError
 from fourfold.escape import FORMATS
 from fourfold.flag import Option
-from fourfold.spec import Batch, Layout, Policy, RunSpec, check, codec, words
+from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, check, codec, texts, words
 from fourfold.spec.site import parse_assignments
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ def load(cls: type[T], args: Any, **given: Any) -> T:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         value = getattr(args, field.name, None) if "flag" in field.metadata else None
         if value is not None and field.name not in given:
-            given[field.name] = tuple(value) if isinstance(value, list) else value
+            given[field.name] = value
     return cls(**given)
 
 
@@ -134,15 +133,18 @@ def run_table(
     *,
     extra: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
+    training: bool = False,
     note: typing.Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The run as plain data: the spec file (or what is `known`), then flags, --set and --env.
-    What other words were read as goes to `note`."""
+    What other words were read as goes to `note`. Only a `training` takes the file's [train]."""
     table: dict[str, Any] = dict(known or {})
     if getattr(args, "spec", None):
-        text = files.read_text(args.spec, field="spec")
-        with inside(args.spec):
-            table = codec.parse_toml(text)
+        table = texts.read(args.spec, field="spec")
+        is_sweep, hint = "sweep" in table, f"run it by 'fourfold sweep {args.spec}'"
+        check.that(not is_sweep, "spec", args.spec, "is a sweep, not a single run", hint)
+        if not training and table.pop("train", None):
+            note(f"note: [train] of {args.spec} is left out: this command does not train")
     if getattr(args, "model", None):
         table["model"] = args.model
     for path, one in _run_fields(extra):
@@ -166,12 +168,18 @@ def assignments(args: Any) -> list[tuple[str, str]]:
 
 def assign(table: dict[str, Any], args: Any) -> None:
     """--set and --env, over what the table has."""
-    for path, text in assignments(args):
-        value = codec.toml_value(text)
+    pairs = assignments(args)
+    is_named = any(path == "model.name" for path, _ in pairs)
+    for path, text in pairs:
+        value = texts.toml_value(text)
+        if path.startswith("model."):
+            catalog.open_model(table, "" if is_named else path.removeprefix("model."), text.strip())
         is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
         # A shell eats the quotes of policy.env.X="1".
         codec.put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
-    put_env(table, args)
+    # Of commands that have --env: the variables are the run's, and decide which run it is.
+    for name, value in parse_assignments(getattr(args, "env", None) or ()):
+        codec.put(table, f"policy.env.{name}", value)
 
 
 def refuse(args: Any, unused: typing.Iterable[Option], rule: str, hint: str = "") -> None:
@@ -192,15 +200,9 @@ def _tidied(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[s
     return tidy
 
 
-def put_env(table: dict[str, Any], args: Any) -> None:
-    """Of commands that have --env: the variables are the run's, and decide which run it is."""
-    for name, value in parse_assignments(getattr(args, "env", None) or ()):
-        codec.put(table, f"policy.env.{name}", value)
-
-
 def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
     """The error as the command line's user knows its field: by the flag that set it, by --set, or
-    by its path in the --spec file. `flags`: name in `args` -> flag."""
+    by its path in the spec, sweep or training file. `flags`: name in `args` -> flag."""
     leaf = error.field.rpartition(".")[2].replace("-", "_")
     if error.source or not error.field or error.field.startswith("-"):
         return error
@@ -212,12 +214,13 @@ def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
     is_given = given is not None and given is not False and given != []
     if leaf in flags and (is_given or is_missing):
         return error.named(flags[leaf])
-    spec = getattr(args, "spec", None)
-    return error.inside(spec) if spec and _has(spec, error.field) else error
+    spec = getattr(args, "spec", None) or getattr(args, "file", None)
+    is_its = spec and spec != error.value and _has(spec, error.field)
+    return error.inside(spec) if is_its else error
 
 
 def _has(spec: str, path: str) -> bool:
-    table: Any = codec.parse_toml(files.read_text(spec, field="spec"))
+    table: Any = texts.read(spec, field="spec")
     for name in path.split("."):
         if not isinstance(table, dict) or name not in table:
             return False

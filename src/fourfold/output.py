@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.escape import csv_text, flattened, json_text, one_line, steer
+from fourfold.escape import csv_text, flattened, json_text, one_line, write_control
 from fourfold.events import Event
 from fourfold.show.table import Grid, Part, named, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
-_BAR = 30  # characters
+_BAR, _WIDTH = 30, 100  # characters; of a terminal that does not say its width
 
 
 class Output(NamedTuple):
@@ -91,13 +91,13 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def terminal_columns() -> int:
+def terminal_columns(stream: Any) -> int:
     """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal():
         return int(given)
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return os.get_terminal_size(sys.stdout.fileno()).columns if is_terminal else 0
+    is_terminal = stream is not None and stream.isatty()
+    return os.get_terminal_size(stream.fileno()).columns if is_terminal else 0
 
 
 class Stderr:
@@ -121,7 +121,8 @@ class Stderr:
             if share is not None:
                 done = "#" * round(_BAR * share)
                 text = f"[{done:.<{_BAR}}] {100 * share:3.0f}% {text}"
-            steer(sys.stderr, f"\r\033[K{one_line(text)[:100]}")
+            most = (terminal_columns(sys.stderr) or _WIDTH) - 1  # a wrapped line stays
+            write_control(sys.stderr, f"\r\033[K{one_line(text)[:most]}")
             self._is_open = True
             return
         kind = re.sub("[0-9]+", "", text).partition(",")[0]
@@ -133,5 +134,5 @@ class Stderr:
     def close(self) -> None:
         """Leave the terminal clean before anything else is printed."""
         if self._is_open:
-            steer(sys.stderr, "\r\033[K")
+            write_control(sys.stderr, "\r\033[K")
             self._is_open = False

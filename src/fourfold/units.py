@@ -143,6 +143,11 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+def three_digits(value: float) -> str:
+    """'0.278', '17.2', and '4,430' where %g would write 4.43e+03."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 def short_s(seconds: float) -> str:
     """Three digits are more than any prediction is worth; '-' for nothing."""
     if abs(seconds) < 5e-4:

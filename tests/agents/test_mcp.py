@@ -20,6 +20,7 @@ from mcp import Client, StdioServerParameters, stdio_client
 
 from fourfold.agents import server, tools
 from fourfold.errors import UserError
+from fourfold.spec import catalog, codec
 from tests.loops import awaited
 
 ASKED = {"model": "llama-3.1-70b", "gpu": "h100-80gb", "gpus": 512, "seq_len": "8k",
@@ -73,6 +74,15 @@ def test_the_official_client_lists_tools_and_plans_70b_on_512_gpus(tmp_path: Pat
         assert answers["predict"]["answer"]["runs"][0]["provenance"]
 
     _with_client(tmp_path, work)
+
+
+def test_a_model_and_a_cluster_may_be_tables() -> None:
+    named = SMALL | {"gpu": None, "cluster": "nvidia-h100"}
+    tables = {"model": codec.encode(catalog.model("llama-tiny")),
+              "cluster": codec.dump(catalog.cluster("nvidia-h100"))}  # fmt: skip
+    jsonschema.validate(SMALL | tables, tools.input_schema("plan"))
+    answers = [tools.called("plan", one)["answer"]["ranked"] for one in (named, named | tables)]
+    assert answers[0] == answers[1]
 
 
 def test_no_file_outside_of_the_folder_is_read_or_written(tmp_path: Path) -> None:

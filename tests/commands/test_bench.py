@@ -103,15 +103,6 @@ def test_diff_needs_repeats_to_decide(tmp_path: Path, speed: list[float], cli: C
     cli("diff", "zz", runs[0], "--runs", tmp_path, status=2)
 
 
-def test_a_ramp_up_is_not_measured(cli, tmp_path):
-    words = ["--model", "llama-tiny", "--gpus", "1", "--seq-len", "64", "--global-batch", "8"]
-    ramp = ["--set", "batch.ramp={start=2,increment=2,samples=64}"]
-    said = cli("bench", *words, *ramp, "--runs", tmp_path, status=2)
-    assert "batch.ramp=2,2,64" in said
-    assert "fourfold train" in said
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", ["bench", "train"])
 def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
     command: str, tmp_path, monkeypatch, cli
@@ -142,10 +133,3 @@ def test_engines_run_the_same_run_into_one_table(tmp_path, speed, cli) -> None:
     assert [line.split()[0] for line in table[2:]] == ["mine", "fourfold"]
     assert "2.000" in table[2]
     assert "1.000" in table[3]
-
-
-@pytest.mark.parametrize("engines", ["fourfold,megatron,fourfold", "fourfold,", "fourfold,neox"])
-def test_a_list_of_engines_is_refused_before_anything_runs(engines, tmp_path, speed, cli) -> None:
-    words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path), "--engine", engines]
-    assert "engine" in cli(*words, status=2)
-    assert not list(tmp_path.iterdir())

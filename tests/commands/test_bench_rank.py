@@ -138,36 +138,3 @@ def test_out_of_memory_is_a_row_with_a_way_out(jobs: list[Job], cli: Cli) -> Non
     assert "CUDA out of memory" in text
     assert "changes that would fit" in text
     assert "+60%" in text, "the other layout is still told"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--as-rank", "512", "--layout", "tp8"], "--as-rank 512 must be a rank of pp1 dp64"),
-        (["--as-rank", "-1", "--layout", "tp8"], "as-rank"),
-        (["--as-rank", "0", "--layout", "tp8 dp8"], "layout uses 64 of 512 GPUs"),
-        (["--as-rank", "0", "--layout", "tp8 zero9"], "is not a layout"),
-        (["--as-rank", "0", "--layout", "tp8", "--micro-batch", "0"], "must be a number here"),
-        (["--as-rank", "0", "--layout", "tp128 dp4"], "must divide heads=64"),
-        (["--layout", "tp8"], "needs --as-rank"),
-        (["--as-rank", "0", "--repeat", "3"], "--repeat cannot be combined with --as-rank"),
-        (["--as-rank", "0", "--tag", "x"], "--tag cannot be combined with --as-rank"),
-    ],
-)
-def test_what_cannot_be_is_refused(words, said, jobs, capsys) -> None:
-    try:
-        code = main([*ASK, *words])
-    except SystemExit as stop:  # argparse's own refusal
-        code = stop.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not jobs
-
-
-def test_a_picture_belongs_to_the_floor_and_must_be_one(cli):
-    words = ["bench", "--model", "llama-tiny", "--seq-len", "64", "--global-batch", "2"]
-    assert "--against floor" in cli(*words, "--picture", "a.png", status=2)
-    assert "--details needs --as-rank" in cli(*words, "--details", status=2)
-    assert "not a supported picture format" in cli(
-        *words, "--against", "floor", "--picture", "a.txt", status=2
-    )

@@ -128,27 +128,13 @@ def test_phases_of_a_file_add_up(tmp_path: Path, cli: Cli) -> None:
     assert max(map(len, page.splitlines())) <= 140
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--tokens", "1T"], "gpus is required"),
-        (["--gpus", "64"], "--tokens is required"),
-        (["a.toml", "--spec", "b.toml"], "--spec b.toml is beside a.toml"),
-        (["--tokens", "1T", "--deadline", "soon"], "--deadline"),
-        (["--tokens", "1T", "--deadline", "0d"], "--deadline 0.0 must be above 0"),
-        (["--tokens", "1T", "--budget", "5M"], "price is required with a budget"),
-        (["--tokens", "1T", "--gpus", "64", "--assume", "detect"], "must be NAME=VALUE"),
-        (["--tokens", "1T", "--gpus", "64", "--assume", "detcet_s=1"], "unknown assumption"),
-        (["--tokens", "1T", "--gpus", "63"], "--gpus 63"),
-    ],
-)
-def test_a_bad_question_is_an_error(arguments: list[str], said: str, cli: Cli) -> None:
-    base = ["--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--seq-len", "4096"]
-    assert said in cli("calendar", *base, "--global-batch", "512", *arguments, status=2)
-
-
 def test_assumptions_are_listed_with_their_sources(cli: Cli) -> None:
     page = cli("calendar", "--assume", "list")
     assert "466 in 54 days" in page
     with pytest.raises(UserError, match="detect_s"):
         CalendarRequest(plan=PLAN, assumptions={"detect_s": -1}).assumed()
+
+
+def test_a_chance_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="needs a deadline or a budget"):
+        CalendarRequest(plan=PLAN, chance=0.9)

@@ -99,33 +99,6 @@ def test_islands_need_the_rate_of_pcie(cli):
     assert levels == [("nvlink", 2, 300e9), ("pcie", 8, 25e9)]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ([], "--gpu is required"),
-        (["--gpu", "rtx-9090"], "unknown GPU 'rtx-9090'; known: a100-40gb"),
-        (H100, "--host-gpus is required"),
-        ([*H100, "--host-gpus", "8"], "--hosts is required"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2"], "--network is required"),
-        ([*H100, "--host-gpus", "8", "--hosts", "0"], "--hosts 0 must be from 1"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "fast"], "is not a rate"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0Gbit/s"], "must be above 0"),
-        ([*H100, "--host-gpus", "8", "--hosts", "3", "--nvlink-ranks", "16"], "network"),
-        ([*H100, "--host-gpus", "4", "--topo", str(SAMPLES / "topo_8xh100.txt")], "shows 8"),
-        ([*H100, "--topo", str(SAMPLES / "all_reduce_1x8.log")], "is not the output of"),
-        ([*H100, "--topo", "/nowhere"], "cannot be read"),
-        (["--nccl-tests", str(SAMPLES / "topo_8xh100.txt")], "has no '#  Rank 0"),
-    ],
-)
-def test_incomplete_or_wrong_requests(cli, words, reason):
-    assert reason in cli(*NEW, *words, status=2)
-
-
-def test_flags_of_new_need_new(cli):
-    assert "unknown option --hosts" in cli("clusters", "--hosts", "2", status=2)
-    assert "cannot be combined" in cli("clusters", "jean-zay", *H100, status=2)
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

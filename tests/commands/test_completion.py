@@ -105,18 +105,3 @@ def test_fish_completes(program, tmp_path):
     script = f"source {tmp_path}/fourfold.fish; complete -C 'fourfold models mpt-7'"
     printed = _shell(["fish", "--no-config", "-c", script], program).split()
     assert sorted(printed) == sorted(MPT)
-
-
-def test_no_heavy_module_is_imported(program):
-    code = (
-        "import sys; from fourfold.cli import main; main(['completion', 'words', 'pl']);"
-        "main(['completion', 'bash']);"
-        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-
-
-def test_a_shell_must_be_named(cli):
-    assert "bash, zsh, fish" in cli("completion", status=2)
-    assert "bash, zsh, fish" in cli("completion", "tcsh", status=2)

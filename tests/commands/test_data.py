@@ -66,19 +66,6 @@ def test_stdin_is_a_text(cli, name, monkeypatch):
     assert tokens(name) == [*content, 256]
 
 
-def test_what_cannot_be_made_is_refused_and_leaves_nothing(cli, name, text, tmp_path):
-    (tmp_path / "empty").touch()
-    for words, said in (
-        ([str(tmp_path / "nothing")], "No such file"),
-        ([str(tmp_path)], "is a folder"),
-        (["/dev/zero"], "is a device"),
-        ([str(tmp_path / "empty")], "contain no text"),
-        ([text, "--end-token", "x"], "is not used with byte tokens"),
-    ):
-        assert said in cli("data", "make", "--out", name, *words, status=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
-
-
 def test_an_old_file_is_kept_unless_forced(cli, name, text):
     cli("data", "make", "--out", name, text)
     assert "use --force" in cli("data", "make", "--out", name, text, status=2)

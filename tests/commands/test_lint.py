@@ -11,14 +11,6 @@ from tests.cli import Cli
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def test_findings_as_json(cli: Cli) -> None:
-    findings = cli.json("lint", GOLDEN / "raw_samples.md", status=1)["findings"]
-    assert {"row", "rule", "value", "expected", "repair"} <= set(findings[0])
-    by_rule = {item["rule"]: item for item in findings}
-    assert by_rule["gpus-axes"]["row"] == 120
-    assert {"gpus-axes", "batch-heading", "size-label"} <= set(by_rule)
-
-
 def test_a_clean_file_leaves_with_zero(cli: Cli) -> None:
     assert "nothing found; 1 table, 188 rows checked" in cli("lint", GOLDEN / "par4d.csv")
 
@@ -29,13 +21,6 @@ def test_ignored_rules_do_not_count(cli: Cli) -> None:
     assert "did you mean 'size-label'?" in cli(
         "lint", GOLDEN / "bloom.csv", "--ignore", "size-lable", status=2
     )
-
-
-def test_a_file_without_tables_is_a_bad_request(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "notes.md").write_text("# nothing here\n")
-    assert "contains no table of a known style" in cli("lint", tmp_path / "notes.md", status=2)
-    cli("lint", tmp_path / "missing.md", status=2)
-    cli("lint", status=2)
 
 
 @pytest.mark.parametrize("form", ["text", "md", "csv", "json"])

@@ -40,7 +40,6 @@ def test_plan_counts_by_the_convention_asked_for(cli: Cli) -> None:
         said[found["flop_rule"]] = found["ranked"][0]["tflops_gpu"]
     assert list(said) == ["causal", "full-attention"]
     assert said["full-attention"] > 1.02 * said["causal"]
-    assert "causal" in cli(*PLAN, "--convention", "casual", status=2)
 
 
 def test_memory_is_in_gib_under_both_of_its_names(cli: Cli) -> None:

@@ -6,34 +6,14 @@ import csv
 import json
 from pathlib import Path
 
-from fourfold.cli import main
 from tests.cli import Cli
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def test_predict_writes_a_line_for_every_row(tmp_path: Path, cli: Cli) -> None:
-    out = tmp_path / "out.csv"
-    cli("predict", GOLDEN / "par4d.csv", "--out", out)
-    with out.open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert len(rows) == 188
-    first = rows[0]
-    assert first["row_id"] == "par4d000"
-    low, mid, high = (float(first[n]) for n in ("step_s_low", "step_s", "step_s_high"))
-    assert 0 < low < mid < high
-    assert first["fits"] in ("0", "1")
+def test_predict_says_of_how_many_rows(tmp_path: Path, cli: Cli) -> None:
+    cli("predict", GOLDEN / "par4d.csv", "--out", tmp_path / "out.csv")
     assert "188 of 188" in cli.err
-
-
-def test_predict_of_an_empty_or_foreign_file_is_a_bad_request(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.csv"
-    empty.write_text("")
-    assert main(["predict", str(empty), "--out", str(tmp_path / "o.csv")]) == 2
-    foreign = tmp_path / "foreign.csv"
-    foreign.write_text("a,b\n1,2\n")
-    assert main(["predict", str(foreign), "--out", str(tmp_path / "o.csv")]) == 2
-    assert not (tmp_path / "o.csv").exists()
 
 
 def test_fit_then_predict_and_score_with_it(tmp_path: Path, cli: Cli) -> None:
@@ -67,12 +47,6 @@ def test_suggest_names_runs_and_ignores_results(tmp_path: Path, cli: Cli) -> Non
         for row in rows:
             writer.writerow(row | dict.fromkeys(("step_s", "tokens_s_gpu", "tflops_gpu"), ""))
     assert cli.json("fit", blind, "--suggest", "3")["suggested"] == plain
-
-
-def test_fit_without_rows_or_out_is_a_bad_request(cli: Cli) -> None:
-    cli("fit", status=2)
-    assert "--out" in cli("fit", GOLDEN / "mpt.csv", status=2)
-    cli("fit", GOLDEN / "mpt.csv", "--suggest", "0", status=2)
 
 
 def test_score_reads_as_a_table(cli: Cli) -> None:

@@ -50,7 +50,6 @@ def test_runs_are_listed_filtered_and_sorted(store: Path, cli: Cli) -> None:
     assert listed("--tag", "second", "--outcome", "oom")["runs"][0]["failure"].startswith("rank 2")
     assert [row["peak_bytes"] for row in listed("--sort", "peak_bytes")["runs"]][-1] == 4 * 10**7
     cli("runs", "--runs", store, "--where", "colour == 1", status=2)
-    assert "is not a run store" in cli("runs", "--runs", f"{store}-no", status=2)
     assert "4 runs in" in cli("runs", "--runs", store)
 
 
@@ -106,6 +105,5 @@ def test_one_run_is_shown_in_full(store: Path, cli: Cli) -> None:
 
 
 def test_no_results_is_a_bad_request(tmp_path: Path, cli: Cli) -> None:
-    assert "is not a run store" in cli("report", "--runs", tmp_path / "none", status=2)
     (tmp_path / "empty").mkdir()
     cli("report", "--runs", tmp_path / "empty", status=2)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.spec.run import RunSpec
 from tests.cli import Cli
@@ -160,7 +159,9 @@ FLAGS = ["sweep", "-m", "llama-tiny", "mpt-tiny", "-s", "5", "6", "-b", "9", "-t
 
 def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -> None:
     where = ["--runs", str(tmp_path / "runs"), "--micro-batch", "1", "2", "--tag", "night"]
-    assert "nothing was run; add --run to start" in cli(*FLAGS, *where)
+    said = cli(*FLAGS, *where)
+    assert "nothing was run; add --run to start" in said
+    assert "settings" not in said  # what varies has columns
     assert ran == []
     cli(*FLAGS, *where, "--run")
     assert len(ran) == 8
@@ -168,38 +169,9 @@ def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -
     assert {stored.summary.tag for stored in Store(tmp_path / "runs").runs()} == {"night"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--set tp=2", "--set tp is an axis of this sweep; use --set 'sweep.tp=[...]'"),
-        ("-t fp64", "-t needs -m"),
-        ("--micro-batch 4", "--micro-batch needs -m"),
-        ("--pp 2", "--pp needs --from-plan"),
-    ],
-)
-def test_flags_change_the_runs_of_a_file_or_are_refused(file, ran, cli, words, said) -> None:
+def test_flags_change_the_runs_of_a_file(file, cli) -> None:
     planned = cli.json("sweep", file, "--dry-run", "--set", "batch.seq_len=32", "--set", "gpus=2")
     assert {(row["seq_len"], row["gpus"]) for row in planned["planned"]} == {(32, 2)}
-    assert said in cli("sweep", file, *words.split(), status=2)
-    assert ran == []
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["sweep"],
-        [*FLAGS, "also.toml"],
-        [*FLAGS, "--micro-batch", "none"],
-        ["sweep", "-m", "llama-tiny", "-s", "9", "-b", "3"],
-        ["sweep", "-m", "llama-tiny", "-s", "9", "3"],
-        [*FLAGS, "--where", "tp > 9"],
-        [*FLAGS, "--repeat", "0"],
-        ["sweep", "missing.toml"],
-    ],
-)
-def test_bad_requests(words: list[str], ran: list[RunSpec]) -> None:
-    assert main(words) == 2
-    assert ran == []
 
 
 def test_planned_runs_that_differ_in_a_policy_alone_are_told_apart(cli: Cli, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,35 +26,6 @@ def words(text: str) -> list[str]:
 
 
 RUN = words("--model llama-tiny --gpus 1 --seq-len 16 --global-batch 4 --precision fp32")
-
-
-def test_what_is_missing_is_named(cli, tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    assert "--out is required" in cli("train", *RUN, "--steps", "3", status=2)
-    assert "--steps is required\n" in cli("train", *RUN, "--out", out, status=2)
-    said = cli("train", "--out", out, "--gpus", "4", status=2)
-    assert f"{out} has no training to continue; a new one needs --model and --steps" in said
-    assert "--model is required" in cli(
-        "train", "--steps", "3", "--gpus", "1", "--out", out, status=2
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_bad_settings_and_layouts_start_nothing(cli, tmp_path: Path) -> None:
-    words = [*RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
-    assert "--lr 0.0 must be above 0" in cli("train", *words, "--lr", "0", status=2)
-    assert "unknown field --set train.beta3" in cli(
-        "train", *words, "--set", "train.beta3=0.9", status=2
-    )
-    assert "--warmup-steps 4" in cli("train", *words, "--warmup-steps", "4", status=2)
-    assert "tp" in cli("train", *words, "--gpus", "3", "--tp", "3", status=2)
-    assert "--plot x.txt" in cli("train", *words, "--plot", "x.txt", status=2)
-    assert "two steps A:B" in cli("train", *words, "--trace-steps", "4", status=2)
-    assert "batch.ramp.increment=3" in cli("train", *words, "--ramp", "2,3,8", status=2)
-    said = cli("train", *words, "--set", "batch.ramp=2,2,8", status=2)
-    assert '"batch.ramp={start=2,increment=2,samples=8}"' in said
-    assert "--ramp 2,2,8" in said
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_used(cli, tmp_path: Path) -> None:
@@ -220,3 +192,21 @@ def test_unreadable_lines_are_set_aside_with_a_word(cli, monkeypatch, tmp_path: 
     aside = tmp_path / "metrics.jsonl.unreadable"
     assert aside.read_bytes() == content.split(b"\n")[0] + b"\n"
     assert main(["train", "--show", str(tmp_path)]) == 0
+
+
+def test_a_training_s_file_describes_a_run_for_other_commands(cli, tmp_path: Path) -> None:
+    run = 'model = "llama-tiny"\ngpus = 2\n[batch]\nseq_len = 32\n'
+    (tmp_path / "train.toml").write_text(f"{run}[train]\nsteps = 3\n")
+    (tmp_path / "sweep.toml").write_text(f"{run}[sweep]\ntp = [1, 2]\n")
+    cli("flops", "--spec", tmp_path / "train.toml")
+    assert "[train] of" in cli.err
+    said = cli("train", "--spec", tmp_path / "sweep.toml", "--out", tmp_path / "out", status=2)
+    assert "is a sweep, not a single run; run it by 'fourfold sweep" in said
+
+
+def test_a_loss_has_the_same_name_on_the_page_and_in_json(cli, tmp_path: Path) -> None:
+    checkpoint(TrainingFolder(tmp_path), 5)
+    loss = cli.json("train", "--show", tmp_path)["recent_loss"]
+    assert re.search(
+        rf"recent loss +{loss:.4f} +of the last step\n", cli("train", "--show", tmp_path)
+    )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import struct
+import termios
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -17,21 +21,6 @@ from fourfold.spec.sweep import expand, read_sweep
 from fourfold.verbs.calibrate import DemoRun
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, cli) -> None:
-    words = ["bench", "--model", "llama-3.1-405b", "--gpus", "1", "--runs", str(tmp_path / "runs")]
-    said = cli(*words, "--set", "device=cpu", status=2)
-    assert "certainly does not fit: weights, gradients and moments of all ranks take" in said
-    assert "--force runs it" in said
-    assert not list(tmp_path.glob("runs/*/run.json"))
-
-
-def test_resume_of_nothing(tmp_path: Path, cli) -> None:
-    assert "has no training to resume" in cli(
-        "train", "--out", tmp_path / "nothing", "--resume", status=2
-    )
-    assert not (tmp_path / "nothing").exists()
 
 
 def test_report_names_what_it_does_not_read(tmp_path: Path, cli) -> None:
@@ -72,6 +61,17 @@ def test_a_new_phase_is_logged_at_once(capsys) -> None:
     assert capsys.readouterr().err.splitlines() == ["starting 2 ranks", "step 1 of 9, loss 5.2"]
 
 
+def test_progress_stays_on_one_line_of_a_narrow_terminal(monkeypatch) -> None:
+    """A line that wraps can't be rewritten: each look would leave another behind."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with os.fdopen(theirs, "w") as terminal, os.fdopen(ours, "rb", buffering=0) as seen:
+        monkeypatch.setattr("sys.stderr", terminal)
+        Stderr()(Event("step 300 of 600, loss 1.63, " + "x" * 100, "progress"))
+        assert len(seen.read(1000).removeprefix(b"\r\x1b[K")) == 59
+
+
 def test_the_shown_sweep_files_are_sweeps() -> None:
     page = (ROOT / "docs" / "running.md").read_text()
     blocks = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -84,3 +84,8 @@ def test_the_shown_sweep_files_are_sweeps() -> None:
 @pytest.mark.parametrize("name", ["README.md", "docs/running.md", "CONTRIBUTING.md"])
 def test_no_page_installs_from_an_index(name: str) -> None:
     assert "pip install fourfold" not in (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("word", ["-h", "--help", "--help-all"])
+def test_a_command_of_sub_commands_has_help(word: str, cli) -> None:
+    assert "sub-commands:\n  make" in cli("data", word)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
+from fourfold.conformance.ranks.reference import ADAMW, CLIP
 
 # An edited copy of this engine has a module of this name.
 EDITED = importlib.util.find_spec("loss_scale") is not None
@@ -36,8 +36,7 @@ class Small(Adapter):
         print("\x00 garbage {", flush=True)
         self.model = Plain(self.tiny, self.elements)
         self.take(self.model.parameters())
-        kw = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **kw)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
 
     def step(self, step: int, look: Look) -> tuple[float, float]:
         case, seen = self.case, torch.zeros(())

@@ -20,18 +20,13 @@ from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
 from fourfold.cost.fit.validate import held_out, left_out_of
 from fourfold.cost.stacks import family_of
-from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import Rows, parse
 from fourfold.events import OnEvent
 from fourfold.search.alternatives import tie_width
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
+from tests.cost.test_fit import table
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def table(name: str) -> Rows:
-    return parse(read_table(GOLDEN / f"{name}.csv"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +117,8 @@ def test_score_folds_tells_kinds_and_sources(tmp_path, cli, monkeypatch) -> None
 
 def test_two_tables_with_rows_of_one_source_keep_their_own_numbers() -> None:
     def scored(how: str, rows: int, median_pct: float) -> SimpleNamespace:
-        one = replace(Score.empty("mpt"), rows=rows, median_pct=median_pct)
+        numbers = {field.name: float("nan") for field in fields(Score)}
+        one = Score(**numbers | {"source": "mpt", "rows": rows, "median_pct": median_pct})
         return SimpleNamespace(how=how, score=one)
 
     results = [scored("layout", 139, 2.5), scored("layout", 3, 30.0), scored("source", 139, 4.0)]

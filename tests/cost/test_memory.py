@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from fourfold.cost.table.rows import parse
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
-from tests.cli import Cli
 from tests.specs import run_spec
 
 SHIPPED = calibrations.shipped()
@@ -175,19 +173,6 @@ def test_a_run_whose_recompute_is_not_stated_is_not_refused() -> None:
         rows = parse(replace(table, texts=huge | {"act_ckpt": [act] * table.length}))
         answers = predict(rows, SHIPPED)
         assert (answers.fit_chance < REFUSED)[rows.usable].any() == refused
-
-
-def test_score_and_predict_say_it(tmp_path: Path, cli: Cli) -> None:
-    head, line = cli("score", GOLDEN / "mpt.csv", "--format", "csv").splitlines()[:2]
-    said = dict(zip(head.split(","), line.split(","), strict=True))
-    assert (said["refused_pct"], said["missed_pct"]) == ("0.0", "")
-    out = tmp_path / "said.csv"
-    cli("predict", GOLDEN / "par4d.csv", "--out", out)
-    with out.open() as stream:
-        rows = [(row["fits"], float(row["fit_chance"])) for row in csv.DictReader(stream)]
-    assert {fits for fits, _ in rows} == {"0", "1"}
-    assert all((fits == "1") == (chance >= 0.5) for fits, chance in rows if chance != 0.5)
-    assert any(REFUSED < chance < SURE for _, chance in rows)
 
 
 def test_torchtitan_is_counted_as_it_ran() -> None:

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from fourfold.commands.plan import operations_table
+from fourfold.cost.count.flops import FlopsQuery, convention
+from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.calibration import shipped
+from fourfold.cost.one_rank import MeasuredStage, joined, predicted
 from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.weights import weights
 from fourfold.cost.predict import operations, predictions, whole_units
 from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import once_ops
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
@@ -27,8 +32,9 @@ RUNS = [
 
 
 def run(**fields) -> RunSpec:
-    batch = {"seq_len": 8192, "micro_batch": 2, "global_batch": 544}
-    return codec.load(RunSpec, {"model": "llama-3.1-8b", "gpus": 64, "batch": batch, **fields})
+    batch = {"seq_len": 8192, "micro_batch": 2, "global_batch": 544} | fields.pop("batch", {})
+    plain = {"model": "llama-3.1-8b", "gpus": 64, **fields, "batch": batch}
+    return codec.load(RunSpec, plain)
 
 
 def columns(spec: RunSpec, stack: str = "megatron-lm-2025"):
@@ -47,6 +53,36 @@ def test_operations_add_up_to_the_step(fields, stack):
     assert {row.part for row in rows} >= {name for name, seconds in parts.items() if seconds}
     *shown, total = operations_table(rows).rows
     assert sum(round(1e3 * float(row[-1])) for row in shown) == round(1e3 * float(total[-1]))
+
+
+def listed(spec: RunSpec):
+    c, entry = columns(spec)
+    parts = {name: float(part[0]) for name, part in predictions(c, entry).times.parts.items()}
+    return operations(c, entry.coefficients, parts)
+
+
+def test_flops_of_the_list_are_the_models():
+    """Attention's among them, by the causal half."""
+    spec = run(layout="pp2 dp8 cp2 tp2", batch={"global_batch": 512})
+    rows = [row for row in listed(spec) if row.phase != "recompute"]
+    every = sum(row.times * row.flops for row in rows) * spec.gpus
+    causal = convention("causal").count(FlopsQuery.of_spec(spec)).model
+    assert every == pytest.approx(causal * spec.batch.tokens, rel=1e-9)
+
+
+def test_messages_of_the_list_are_what_ranks_exchange():
+    """Each with its whole buffer: stages hand over once for each virtual stage, a ring's keys are
+    those of all ranks, and a token goes to every rank that has one of its experts."""
+    policy = {"schedule": "interleaved", "virtual_stages": 4, "sharding": "zero1"}
+    batch = {"micro_batch": 1, "global_batch": 128}
+    dense = listed(run(layout="pp4 dp4 cp2 tp2", policy=policy, batch=batch))
+    routed = listed(run(model="qwen3-30b-a3b", layout="dp64 ep8", batch=batch,
+                        policy={"dispatcher": "alltoall"}))  # fmt: skip
+    found = {(row.name, row.phase): (row.times, row.bytes) for row in (*dense, *routed)}
+    tokens = 8192 / 2 * 2  # bytes of a value of each
+    assert found["stage, send", "forward"] == (32 * 4, tokens * 4096 / 2)
+    assert found["attention.core, keys", "forward"] == (32 * 8, 2 * 2 * tokens * 1024 / 2)
+    assert found["mlp.dispatch", "forward"] == (2 * 48, 8192 * 2 * 2048 * 8 * 7 / 8)
 
 
 def test_products_are_those_of_the_model():
@@ -69,6 +105,61 @@ def test_a_recomputed_layer_repeats_its_forward_pass():
         ]
         computed = [op for op in ops if op.axis != "shard"]
         assert {op.name for op in computed if not np.all(op.again == 1.0)} == missing
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b"])  # tied, untied
+def test_a_single_stage_reduces_and_updates_every_weight(model):
+    spec = run(model=model, layout="dp32 tp2", policy={"sharding": "zero1"})
+    c, _ = columns(spec)
+    [(reduced, gathered)], [updated] = once_ops(c)
+    weights = model_params(spec.model, 8192) / 2
+    for op, each in ((reduced, c.grad_bytes), (gathered, c.act_bytes)):
+        assert float((op.bytes / each)[0]) == pytest.approx(weights, rel=1e-3)  # norms aside
+    assert float((updated.m * c.shard)[0]) == pytest.approx(weights, rel=1e-3)
+
+
+def test_hybrid_shards_sum_gradients_over_replicas():
+    whole, hybrid = (
+        columns(run(layout=one, policy={"sharding": "zero3"}))[0] for one in ("dp64", "dp8x8")
+    )
+    assert not [op for op in weights(whole) if op.axis == "replicas"]
+    [summed] = [op for op in weights(hybrid) if op.axis == "replicas"]
+    sent = hybrid.rank_layer_weights * hybrid.grad_bytes
+    assert (float((summed.bytes * 8)[0]), float(summed.times[0])) == (float(sent[0]), 1.0)
+
+
+def test_zero2_scatters_gradients_of_every_micro_batch():
+    """Beside their backward passes: engines pay for the last one's alone, as for ZeRO-1's."""
+    steps = []
+    for sharding, times in (("zero1", 1), ("zero2", 5)):
+        c, entry = columns(run(layout="dp64", policy={"sharding": sharding}), "fourfold")
+        [(reduced, gathered)], _ = once_ops(c)
+        assert (float(reduced.times[0]), float(gathered.times[0])) == (times, 1)
+        steps.append(float(predictions(c, entry).step_s[0]))
+    assert 1.0 < steps[1] / steps[0] < 1.01
+
+
+ALONE = [
+    {"layout": "dp32 tp2", "policy": {"sharding": "zero1"}},
+    {"layout": "dp8x8", "policy": {"sharding": "zero3"}},
+    {"layout": "dp16 cp4", "policy": {"sharding": "zero2"}},
+    {"layout": "dp64 ep8", "model": "olmoe-1b-7b", "policy": {"recompute": "full"}},
+    {"layout": "dp32 tp2 ep4 etp2", "model": "mixtral-8x7b", "policy": {"sharding": "zero3"}},
+]
+
+
+@pytest.mark.parametrize("fields", ALONE, ids=lambda fields: fields["layout"])
+def test_a_rank_that_computes_as_predicted_has_the_predicted_step(fields):
+    """Its compute, with the traffic that its peers would send, experts' exchange among it."""
+    spec = run(**fields)
+    c, entry = columns(spec, "fourfold")
+    stage = MeasuredStage(stage=0, layers=spec.model.layers, first=True, last=True)
+    alone = predicted(c, entry.coefficients, stage)
+    once = alone.parts["optimizer"] + alone.parts["fixed"]
+    micro = (alone.compute_s - once) / float((c.share / c.micro)[0])
+    times = {"compute_s": alone.compute_s, "layer_s": alone.layer_s, "micro_s": micro}
+    whole = joined(c, entry.coefficients, stage, **times)
+    assert whole.step_s == pytest.approx(float(predictions(c, entry).step_s[0]), rel=0.025)
 
 
 def test_rounded_parts_add_up():

@@ -18,12 +18,12 @@ from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.interval import HOST, SCATTER, TWO_SIDED_80, StepInterval
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.ops.ends import SENT_ALONE
 from fourfold.cost.step.estimate import (
     ends_s,
     estimate,
     last_rounds,
 )
+from fourfold.cost.step.rates import SENT_ALONE
 from fourfold.cost.step.traffic import crosses, exchange_s, far_hops, group_rate, half_collective_s
 from fourfold.cost.table.reference import NoteWords, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse

@@ -113,8 +113,7 @@ def spec(layout: str, **policy: object) -> RunSpec:
 def ours(run: RunSpec) -> tuple[Trainer, float]:
     """Our trainer after one accumulation, and its loss."""
     trainer = Trainer(run, World.create(run.layout, "cpu"), device=CPU, rule=RULE)
-    _, loss = trainer.reduce(trainer.accumulate(0))
-    return trainer, float(loss)
+    return trainer, float(trainer.reduce(trainer.accumulate(0)).loss)
 
 
 def filled(decoder: Decoder, shape: ModelShape) -> Decoder:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine.data.source import Synthetic
+from fourfold.engine.microbench import kernel_times
 from fourfold.engine.model.decoder import IGNORE
-from fourfold.engine.one_rank import fake_peers
-from fourfold.engine.one_rank.fake_peers import OwnTokens
+from fourfold.engine.one_rank import fake_peers, totals
+from fourfold.engine.one_rank.fake_peers import Fill, OwnTokens, TrafficLog
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.layout import Layout
 
@@ -34,6 +35,18 @@ def test_a_rank_sees_tokens_of_its_own_part_of_the_vocabulary() -> None:
     tokens, targets = source.batch(0, torch.arange(8), torch.arange(64))
     assert {*tokens.flatten().tolist()} == {*range(30, 40)}
     assert {*targets.flatten().tolist()} == {*range(30, 40), IGNORE}
+
+
+@pytest.mark.parametrize(("device", "in_the_way"), [("cpu", 3.0), ("cuda", 1.0)])
+def test_weights_that_come_beside_the_compute_of_a_gpu_cost_it_nothing(
+    monkeypatch, device: str, in_the_way: float
+) -> None:
+    monkeypatch.setattr(kernel_times, "time_fills", lambda fills, *_: [1.0 for _ in fills])
+    log = TrafficLog()
+    log.enter("layers")
+    for axis in ("tp", "dp", "edp"):
+        log.filled(axis, Fill("copies", 4, 2, torch.float32))
+    assert totals.fill_seconds(log, {}, torch.device(device)) == {"layers": in_the_way}
 
 
 def test_layouts_of_one_world_share_the_groups_of_an_axis() -> None:

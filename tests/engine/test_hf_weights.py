@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.cost.count.params import tensors
-from fourfold.engine.checkpoint import hf_read as hf
+from fourfold.engine.checkpoint import hf_read
 from fourfold.engine.checkpoint.export import Export, export_hf
 from fourfold.engine.checkpoint.hf_read import HfWeights, fill
 from fourfold.engine.model.decoder import Decoder
@@ -29,10 +29,12 @@ from fourfold.engine.parallel.shards import (
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.experts import Latent, Moe
+from fourfold.spec.hf import folder as hf
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import approximation, export_type
 from fourfold.spec.hf.written import config_of
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
+from fourfold.verbs import train
 
 SEQ_LEN = 32
 _EXPERTS = Moe(ffn=96, balance_weight=0.02)
@@ -52,6 +54,10 @@ TINY = {
     "mixtral": _MIXTRAL,
     "qwen3-moe": replace(
         _MIXTRAL, qk_norm="head", head_dim=24, moe=replace(_EXPERTS, ffn=40, normalised=False)
+    ),
+    "qwen3-moe-between": replace(
+        _MIXTRAL, qk_norm="head", head_dim=24, layers=5,
+        moe=replace(_EXPERTS, ffn=40, dense_first=2, every=2),
     ),
     "olmoe": replace(_MIXTRAL, qk_norm="width", moe=replace(_EXPERTS, normalised=False)),
     "deepseek-v2": replace(
@@ -103,7 +109,7 @@ def must_hold(folder: Path, shape: ModelShape, values: dict[str, Tensor]) -> Non
     """All of the model is in the folder, but what routers know of the batch before, which no other
     format has."""
     weights = HfWeights(folder)
-    weights.require(shape, SEQ_LEN)
+    weights.require(shape, tensors(shape, SEQ_LEN))
     held = shards_of(Decoder(shape, SEQ_LEN, fused=False), shape, SEQ_LEN, ShardPlace())
     fill(held, weights, shape)
     assert {shard.name for shard in held} == set(values)
@@ -124,7 +130,7 @@ def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
     values = exported(shape, tmp_path / "out")
     must_hold(tmp_path / "out", shape, values)
     weights = HfWeights(tmp_path / "out")
-    weights.require(weights.shape, SEQ_LEN)
+    weights.require(weights.shape, tensors(weights.shape, SEQ_LEN))
     assert not list(tmp_path.glob(".*"))
 
 
@@ -156,7 +162,7 @@ def test_values_are_written_in_the_asked_format_over_an_earlier_export(tmp_path:
 
 def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None:
     values = exported(TINY["gpt"], tmp_path / "out")
-    monkeypatch.setattr(hf, "_READ_BYTES", 3000)
+    monkeypatch.setattr(hf_read, "_READ_BYTES", 3000)
     must_hold(tmp_path / "out", TINY["gpt"], values)
 
 
@@ -232,7 +238,7 @@ def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
     must_hold(folder, shape, values)
     files.save_file(bare | {"h.0.attn.q_norm.weight": torch.ones(4)}, folder / hf.WHOLE)
     with pytest.raises(UserError, match=r"does not have: h\.0\.attn\.q_norm\.weight"):
-        HfWeights(folder).require(shape, SEQ_LEN)
+        HfWeights(folder).require(shape, tensors(shape, SEQ_LEN))
 
 
 def test_phi3_has_its_projections_joined(tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_phi3_has_its_projections_joined(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "phi")
     weights = HfWeights(tmp_path / "phi")
     decoder = Decoder(weights.shape, SEQ_LEN)
-    weights.require(weights.shape, SEQ_LEN)
+    weights.require(weights.shape, tensors(weights.shape, SEQ_LEN))
     fill(shards_of(decoder, weights.shape, SEQ_LEN, ShardPlace()), weights, weights.shape)
     tokens = torch.randint(0, 128, (2, SEQ_LEN))
     tables = make_tables(weights.shape, torch.arange(SEQ_LEN), range(4))
@@ -275,13 +281,41 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         ({"layers": 3}, r"does not have: model.layers.3"),
         ({"layers": 5}, r"no tensor model.layers.4"),
     ):
+        other = replace(shape, **change)
         with pytest.raises(UserError, match=words):
-            weights.require(replace(shape, **change), SEQ_LEN)
+            weights.require(other, tensors(other, SEQ_LEN))
+
+
+@pytest.mark.parametrize(
+    "routing", [{"top_k": 1}, {"scale": 2.0}, {"score": "softmax"}, {"normalised": False}]
+)
+def test_weights_of_another_routing_are_refused(routing: dict, tmp_path: Path) -> None:
+    shape = TINY["deepseek-v3"]
+    exported(shape, tmp_path / "out")
+    assert shape.moe is not None
+    (field,) = routing
+    own = routing if field == "top_k" else {"moe": replace(shape.moe, **routing)}
+    other = replace(shape, **own)
+    with pytest.raises(UserError, match=f"{field} = "):
+        HfWeights(tmp_path / "out").require(other, tensors(other, SEQ_LEN))
+
+
+def test_train_refuses_weights_of_another_model_before_ranks_start(
+    tmp_path: Path, cli, monkeypatch
+) -> None:
+    monkeypatch.setattr(train, "run_job", lambda *_, **__: pytest.fail("ranks started"))
+    exported(TINY["llama"], tmp_path / "out")
+    asked = ("train", "--weights", tmp_path / "out", "--gpus", "1", "--seq-len", SEQ_LEN)
+    asked += ("--steps", "1", "--precision", "fp32", "--out", tmp_path / "trained")
+    said = cli(*asked, "--model", "mpt-tiny", status=2)
+    assert "has norm = rmsnorm, the model layernorm" in said
+    assert "use its own model: omit --model" in said
+    assert not (tmp_path / "trained" / "train.toml").exists()
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match=r"not a Hugging Face folder: .* weights export"):
         HfWeights(folder)
     exported(TINY["llama"], folder)
     whole = (folder / hf.WHOLE).read_bytes()

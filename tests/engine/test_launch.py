@@ -18,9 +18,11 @@ from fourfold.launch.command import stop_signals
 from fourfold.launch.local import run_job
 from fourfold.result.files.stored import unseal
 from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
+from fourfold.result.machine import process_born
 from fourfold.spec import codec
 from fourfold.spec.run import Fault, RunSpec
 from tests import warm
+from tests.processes import children, wait_for
 from tests.specs import run_spec
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -34,22 +36,6 @@ def spec(ranks: int = 2, **fields: object) -> RunSpec:
 
 def read_report(folder: Path) -> JobReport:
     return codec.from_json(JobReport, unseal((folder / "report.json").read_bytes(), "report.json"))
-
-
-def alive(pid: int) -> bool:
-    """Running, not merely waiting to be reaped."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-
-
-def wait_for(done, seconds: float = 240.0) -> None:
-    until = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.02)
 
 
 def hear_ctrl_c() -> None:
@@ -85,7 +71,7 @@ class Launched:
         return read_report(self.folder)
 
     def all_gone(self) -> bool:
-        return not any(alive(pid) for pid in (self.worker, *self.ranks))
+        return not any(process_born(pid) for pid in (self.worker, *self.ranks))
 
 
 @pytest.mark.cold_start
@@ -174,7 +160,7 @@ def test_who_is_killed_or_stopped_is_named(tmp_path: Path, who, number, outcome,
     assert re.search(words, failure.message)
     assert (launched.folder / "rank-1.log").stat().st_mode & 0o777 == 0o644 & ~umask()
     # Of a killed worker nobody has waited for the ranks.
-    wait_for(launched.all_gone, 60.0 if who == "worker" else 0.0)
+    wait_for(launched.all_gone, at_most_s=60.0 if who == "worker" else 0.0)
 
 
 def umask() -> int:
@@ -196,7 +182,7 @@ def test_a_rank_that_goes_on_again_is_forgiven(tmp_path: Path) -> None:
     assert launched.process.poll() is None
     launched.process.kill()
     launched.process.wait()
-    wait_for(launched.all_gone, 60)
+    wait_for(launched.all_gone, at_most_s=60)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
@@ -234,7 +220,7 @@ def test_kill_of_the_launcher(tmp_path: Path, stopped: str) -> None:
         os.kill(launched.worker, signal.SIGSTOP)
     launched.process.kill()
     launched.process.wait()
-    wait_for(launched.all_gone, 60)
+    wait_for(launched.all_gone, at_most_s=60)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -247,16 +233,15 @@ def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path, stopped: b
         stderr=subprocess.DEVNULL,
     )
     wait_for(lambda: (tmp_path / "job" / "host.log").exists())
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_for(lambda: children.read_text().split())
-    workers = [int(word) for word in children.read_text().split()]
+    wait_for(lambda: children(process.pid))
+    workers = children(process.pid)
     if stopped:  # once it has asked the kernel to die with its launcher
         wait_for(lambda: "--mark" in Path(f"/proc/{workers[0]}/cmdline").read_text())
         wait_for(lambda: "torch" in Path(f"/proc/{workers[0]}/maps").read_text())
         os.kill(workers[0], signal.SIGSTOP)
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(alive, workers)), 60)
+    wait_for(lambda: not any(map(process_born, workers)), at_most_s=60)
 
 
 def test_a_job_that_can_not_start(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,19 +16,13 @@ import pytest
 
 from fourfold.result.job import Beat, beat_file, read_beat
 from tests import warm
+from tests.processes import children
 
-ROOT = Path(__file__).parents[2]
 WORDS = (
     "--model llama-tiny --gpus 2 --seq-len 64 --global-batch 8 --micro-batch 1 --precision fp32 "
     "--steps 100000 --save-every 1 --keep 1 --no-async --log-every 1 --format json"
 )
 RUN = WORDS.split()
-
-
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 @pytest.fixture

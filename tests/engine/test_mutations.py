@@ -6,7 +6,6 @@ Never a traceback, a path outside, or other tensors; with fixed counts and seeds
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -25,9 +24,6 @@ import torch.distributed as dist
 from fourfold.cli import main
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.tensor_file import StateShard
-from fourfold.errors import UserError
-from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.folder import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.stored import seal
@@ -307,12 +303,22 @@ def forged_round(training: Training, kind: str, seed: int) -> str:
     return outcome
 
 
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_changes_of_each_kind(training, kind) -> None:
-    for seed in range(6):
-        plain_round(training, kind, seed)
-        if kind in ("state", "index"):
-            forged_round(training, kind, seed)
+def test_changes_of_each_kind_are_refused_or_harmless(training, kind, count) -> None:
+    outcomes = Counter(plain_round(training, kind, seed) for seed in range(count))
+    assert outcomes["2"] >= (count // 3 if kind in ("state", "index", "tensors") else 0), outcomes
+
+
+@pytest.mark.parametrize(
+    "count", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
+@pytest.mark.parametrize("kind", ["state", "index"])
+def test_forged_changes_are_refused_or_harmless(training, kind, count) -> None:
+    outcomes = Counter(forged_round(training, kind, seed) for seed in range(count))
+    assert outcomes["refused"] >= count // 4, outcomes
 
 
 def test_the_stand_in_trains_on(training) -> None:
@@ -320,43 +326,6 @@ def test_the_stand_in_trains_on(training) -> None:
     assert training.is_right()
     training.ranks[-1][1].items[0].tensor[0, 0] += 1
     assert not training.is_right()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("kind", KINDS)
-def test_300_changes_of_each_kind(training, kind) -> None:
-    outcomes = Counter(plain_round(training, kind, 1000 + seed) for seed in range(300))
-    print(f"{kind}: {outcomes}")
-    if kind in ("state", "index", "tensors"):
-        assert outcomes["2"] > 100, outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("kind", ["state", "index"])
-def test_600_forged_changes(training, kind) -> None:
-    outcomes = Counter(forged_round(training, kind, 1000 + seed) for seed in range(600))
-    print(f"forged {kind}: {outcomes}")
-    assert outcomes["refused"] > 150, outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_every_single_bit_of_an_index(training) -> None:
-    """None is harmless, and none is accepted: by the state's checksum and by its own."""
-    found = checkpoints.read(training.root / NEWEST)
-    sizes, path = checkpoints.real_sizes(found), training.root / KINDS["index"]
-    content = path.read_bytes()
-    for place, bit in itertools.product(range(len(content)), range(8)):
-        changed = bytearray(content)
-        changed[place] ^= 1 << bit
-        path.write_bytes(changed)
-        with pytest.raises(UserError):
-            checkpoints.read_index(found)
-        with pytest.raises(UserError):  # its own checksum, not only the state's
-            index.loads(bytes(changed), sizes)
-    print(f"{8 * len(content)} single-bit changes, all refused")
 
 
 LINKED = ["lock", "metrics.jsonl", "train.toml", "checkpoints", "job", str(NEWEST), *map(

@@ -74,3 +74,10 @@ def test_places_and_windows_are_checked_before_anything_runs(tmp_path: Path) -> 
         trace_path(str(tmp_path / "trace.txt"))
     with pytest.raises(UserError, match="does not exist"):
         trace_path(str(tmp_path / "missing" / "a.json"))
+    (tmp_path / "mine.json").write_text('{"mine": 1}')
+    (tmp_path / "mine.rank1.json.gz").write_bytes(gzip.compress(b'{"mine": 1}'))
+    for name, ranks in (("mine.json", 1), ("mine.json.gz", 2)):
+        with pytest.raises(UserError, match="is not a profiler's trace; choose another name"):
+            trace_path(str(tmp_path / name), ranks)
+    (tmp_path / "ours.json.gz").write_bytes(gzip.compress(b'{"schemaVersion": 1}'))
+    assert trace_path(str(tmp_path / "ours.json.gz")).name == "ours.json.gz"

@@ -58,3 +58,10 @@ def test_a_graph_needs_a_gpu_and_everything_on_it() -> None:
     offloaded = replace(graphed, policy=replace(graphed.policy, offload="activations"))
     with pytest.raises(UserError, match=r"policy\.cuda_graph=.*offload"):
         require_runnable(offloaded, torch.device("cuda"))
+
+
+def test_what_a_rank_refuses_is_shown_as_a_bad_request(cli, tmp_path) -> None:
+    asked = ("--model", "llama-tiny", "--gpus", "1", "--seq-len", "16", "--global-batch", "2")
+    asked += ("--precision", "fp32", "--set", "policy.cuda_graph=true", "--set", "device=cpu")
+    shown = cli("bench", *asked, "--runs", tmp_path, status=1)
+    assert "build  policy.cuda_graph=True needs a GPU; use cuda_graph = false" in shown

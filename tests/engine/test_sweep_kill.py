@@ -18,6 +18,7 @@ import pytest
 from fourfold.result.files.run_file import WORK
 from fourfold.result.files.store import Store
 from tests import warm
+from tests.processes import with_words
 
 # By its whole path: the sweep runs in a folder of its own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
@@ -43,20 +44,6 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
     return warm.Popen([*words, "--format", "json"], cwd=folder, env=ENVIRONMENT, **quiet)
 
 
-def _workers(folder: Path) -> list[int]:
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                command = Path("/proc", name, "cmdline").read_bytes()
-                state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if str(folder / "runs" / WORK).encode() in command and state != "Z":
-                found.append(int(name))
-    return found
-
-
 def _stored(folder: Path) -> dict[str, tuple[int, str]]:
     """Name -> (time of writing, outcome). Every listed run must be whole."""
     unreadable: list[str] = []
@@ -70,7 +57,11 @@ def _stored(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def _torture(folder: Path, *, gpus: int, kills: int, longest_s: float) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("gpus", "kills", "longest_s"), [(1, 20, 9.0), (4, 3, 15.0)])
+def test_a_sweep_that_is_killed_loses_nothing(tmp_path, gpus, kills, longest_s) -> None:
+    folder = tmp_path
     seeds = list(range(4))
     (folder / "sweep.toml").write_text(SWEEP.format(gpus=gpus, seeds=seeds))
     chosen = random.Random()
@@ -96,16 +87,4 @@ def _torture(folder: Path, *, gpus: int, kills: int, longest_s: float) -> None:
     assert before.items() <= final.items(), f"lost or run again, moments {moments}"
     assert len(final) == 4, f"a finished run was run again, moments {moments}"
     assert list((folder / "runs" / WORK).iterdir()) == []
-    assert _workers(folder) == [], f"orphans, moments {moments}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_twenty_kills_of_one_rank_runs(tmp_path: Path) -> None:
-    _torture(tmp_path, gpus=1, kills=20, longest_s=9.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_three_kills_of_four_rank_runs(tmp_path: Path) -> None:
-    _torture(tmp_path, gpus=4, kills=3, longest_s=15.0)
+    assert not with_words(str(folder / "runs" / WORK)), f"orphans, moments {moments}"

@@ -25,6 +25,7 @@ from fourfold.result.job import beat_file, read_beat
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from tests import warm
+from tests.processes import children, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,14 +79,6 @@ def newest(out: Path) -> checkpoints.Checkpoint | None:
 
 def steps_of(out: Path) -> list[int]:
     return [point.step for point in curve.parse(out / curve.METRICS_FILE).points]
-
-
-def wait_for(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 240
-    while not done():
-        assert time.monotonic() < until, "nothing happened"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 def steps_done(out: Path) -> int:
@@ -159,7 +152,7 @@ def test_a_batch_system_signals_everybody_at_once(tmp_path: Path) -> None:
     process = start(out, *RUN, *words("--gpus 2 --steps 100000"))
     wait_for(lambda: steps_done(out) >= 2, process)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # as Slurm: a warning, then the time limit
-        for pid in (*rank_pids(out, 2), *_children(process.pid), process.pid):
+        for pid in (*rank_pids(out, 2), *children(process.pid), process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
     finish(process, 75)
@@ -268,7 +261,7 @@ def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
         wait_for(lambda least=least: steps_done(out) >= least and bool(_saving(out)), process)
         time.sleep(chance.random() * 0.04)
         saving, reached = _saving(out), steps_done(out)
-        for pid in (process.pid, *_children(process.pid), *old):
+        for pid in (process.pid, *children(process.pid), *old):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
@@ -288,10 +281,6 @@ def _saving(out: Path) -> int:
     """The step whose checkpoint is being written; 0 when none is."""
     found = [int(path.name[-8:]) for path in (out / "checkpoints").glob(".saving-step-*")]
     return max(found, default=0)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow

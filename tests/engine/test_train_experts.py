@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,17 @@ import torch
 
 from fourfold.cli import main
 from fourfold.engine.checkpoint.hf_read import HfWeights, fill
+from fourfold.engine.data.source import source_of
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel.shards import ShardPlace, shards_of
+from fourfold.engine.parallel.shards import InitRule, ShardPlace, shards_of
+from fourfold.engine.training.optimizer import OptimizerSettings
+from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.result.files import curve
-from fourfold.spec import catalog
-from tests.engine.test_train import ROOT, finish, newest, rank_pids, start, train, wait_for, words
+from fourfold.spec import catalog, codec
+from tests.engine.test_train import ROOT, finish, newest, rank_pids, start, train, words
+from tests.processes import wait_for
+from tests.specs import run_spec
 
 SEQ_LEN = 32
 RUN = words(
@@ -79,3 +85,26 @@ def same_logits(model: str, folder: Path) -> float:
         ours, wanted = decoder(ids, tables), theirs.eval()(ids).logits
     assert ours.std() > 0.5
     return float((ours - wanted).abs().max())
+
+
+def test_a_curve_shows_the_loss_of_targets_and_apart_that_of_routers(tmp_path: Path) -> None:
+    """As other trainings show it; with both in one number, none could be compared."""
+    run = run_spec("mixtral-tiny", "dp2 tp2 pp2 ep2", seq_len=32, global_batch=4, precision="fp64")
+    asked = codec.to_toml(replace(run, device="cpu"))
+    (tmp_path / "run.toml").write_text(asked)
+    spec = ["--spec", str(tmp_path / "run.toml"), "--steps", "1"]
+    assert main(["train", *spec, "--out", str(tmp_path / "out")]) == 0
+    (point,) = curve.parse(tmp_path / "out" / curve.METRICS_FILE).points
+    recipe = Recipe(source=source_of(run), settings=OptimizerSettings(), rule=InitRule(), steps=1)
+    alone = train_alone(run, recipe, torch.device("cpu"))
+    assert point.router_loss == pytest.approx(alone.balance[0], rel=1e-12)
+    assert point.router_loss > 0.05
+    assert point.loss == pytest.approx(alone.losses[0] - alone.balance[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_dry_run_of_experts_in_other_formats_shows_their_traffic(precision: str, cli) -> None:
+    words = "dryrun --model mixtral-tiny --gpus 4 --ep 2 --seq-len 16 --global-batch 4 --precision"
+    counts = {one: cli.json(*words.split(), one)["stages"][0] for one in ("bf16", precision)}
+    assert counts[precision]["flops"] == counts["bf16"]["flops"]
+    assert "dp, ep, edp: payload" in cli(*words.split(), precision)

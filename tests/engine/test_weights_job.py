@@ -11,22 +11,10 @@ import safetensors.torch as safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fourfold.engine.checkpoint.export import Export, export_hf
-from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
 from fourfold.spec import catalog
-from fourfold.spec.model import ModelShape
+from tests.engine.test_hf_weights import exported
 
 SEQ_LEN = 32
-
-
-def folder(shape: ModelShape, out: Path) -> Path:
-    shards = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
-    initialize(shards, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
-    values = {shard.name: shard.values for shard in shards}
-    what = Export(model=shape, seq_len=SEQ_LEN, dtype=torch.float32, file_bytes=200_000)
-    export_hf(lambda names: {name: values[name] for name in names}, what, out, lambda: None)
-    return out
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -37,7 +25,8 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, cli):
-    weights = folder(catalog.model("gpt-tiny"), tmp_path / "gpt")
+    weights = tmp_path / "gpt"
+    exported(catalog.model("gpt-tiny"), weights, file_bytes=200_000)
     trained = tmp_path / "trained"
     # A step that fp32 can't hold moves no weight, not even one that is 0.
     still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
@@ -115,23 +104,10 @@ def test_torch_reads_the_export_in_its_own_format(tmp_path, cli):
     )
 
 
-def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, cli):
-    sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
-    assert "has no intact checkpoint" in cli(
-        "weights", "export", tmp_path, tmp_path / "out", status=2
-    )
-    assert "cannot be read (No such file" in cli(
-        "train", "--weights", tmp_path / "nothing", *sizes, status=2
-    )
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
-    assert "unsupported model type 'gemma2'" in cli(
-        "train", "--weights", tmp_path, *sizes, status=2
-    )
-
-
 @pytest.mark.slow
 def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, cli):
-    weights = folder(catalog.model("llama-tiny"), tmp_path / "llama")
+    weights = tmp_path / "llama"
+    exported(catalog.model("llama-tiny"), weights, file_bytes=200_000)
     sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
     cli("train", "--weights", weights, "--model", "llama-mini", *sizes, status=1)
     said = cli.err
@@ -145,7 +121,8 @@ def test_every_axis_begins_from_the_same_weights(tmp_path, cli, layout):
     shape = catalog.shape(
         "llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=512, tied=True
     )
-    weights = folder(shape, tmp_path / "llama")
+    weights = tmp_path / "llama"
+    exported(shape, weights, file_bytes=200_000)
     trained, out = tmp_path / "trained", tmp_path / "out"
     sizes = ("--seq-len", SEQ_LEN, "--global-batch", "4", "--precision", "fp32", "--steps", "1")
     still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
-import json
 import logging
 import sys
 import warnings
@@ -56,6 +55,7 @@ logging.disable(logging.CRITICAL)
 
 from nanotron import helpers  # noqa: E402
 from nanotron.models import base  # noqa: E402
+from telling import tell  # noqa: E402
 
 helpers.log_rank = lambda *_, **__: None  # says so to rank 0 of processes; there are none
 
@@ -137,15 +137,5 @@ def answer(case: dict) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    answers = []
-    for case in json.load(sys.stdin):
-        try:
-            answers.append(answer(case))
-        except Exception as error:
-            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
-    json.dump(answers, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    tell(answer)

@@ -25,7 +25,7 @@ from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape, Positions
+from fourfold.spec.model import ModelShape, Positions, RopeScaling
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
@@ -78,12 +78,18 @@ _DROPPING = replace(_MIXTRAL, moe=replace(_MIXTRAL.moe, capacity=1.5, z_weight=1
 _EVERY_SECOND = replace(
     catalog.model("qwen3-30b-a3b"), moe=Moe(ffn=768, every=2, shared_ffn=1536), name="every-2"
 )
+_LITE = catalog.model("deepseek-v2-lite")
+_SCALED = RopeScaling(
+    kind="yarn", factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707
+)
+_YARN = replace(_LITE, positions=replace(_LITE.positions, scaling=_SCALED), name="yarn")
 _EVERYWHERE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "kimi-k2")
 EXPERTS: dict[str, tuple[ModelShape, ...]] = {
     "megatron": (
         *(catalog.model(name) for name in _EVERYWHERE),
         *(catalog.model(name) for name in ("qwen2-57b-a14b", "glm-4.5-air")),
         _MIXTRAL,
+        _YARN,
         _DROPPING,
         _EVERY_SECOND,
     ),

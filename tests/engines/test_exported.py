@@ -30,23 +30,13 @@ def compare(engine: str, count: int, folder: Path, models=()) -> None:
     assert not wrong, f"{len(wrong)} of {count} differ, the first: {wrong[0]}"
 
 
+@pytest.mark.parametrize("count", [14, pytest.param(210, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", MODELS)
-def test_a_few_layouts_are_accepted_and_read_back_equal(engine: str, tmp_path) -> None:
-    compare(engine, 2 * len(MODELS[engine]), tmp_path)
+def test_layouts_are_accepted_and_read_back_equal(engine: str, count: int, tmp_path) -> None:
+    compare(engine, count, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", MODELS)
-def test_200_layouts_are_accepted_and_read_back_equal(engine: str, tmp_path) -> None:
-    compare(engine, 210, tmp_path)
-
-
+@pytest.mark.parametrize("count", [11, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", EXPERTS)
-def test_a_few_layouts_with_experts_are_read_back_equal(engine: str, tmp_path) -> None:
-    compare(engine, len(EXPERTS[engine]), tmp_path, EXPERTS[engine])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", EXPERTS)
-def test_100_layouts_with_experts_are_read_back_equal(engine: str, tmp_path) -> None:
-    compare(engine, 100, tmp_path, EXPERTS[engine])
+def test_layouts_with_experts_are_read_back_equal(engine: str, count: int, tmp_path) -> None:
+    compare(engine, count, tmp_path, EXPERTS[engine])

@@ -8,7 +8,6 @@ stages. Writes layers of every stage, parameters, tokens a step and micro batche
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import sys
 import warnings
@@ -26,6 +25,7 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.CRITICAL)
 
 import torch  # noqa: E402
+from telling import tell  # noqa: E402
 from torch._opaque_base import OpaqueBase  # noqa: E402
 from torchtitan.components.quantization import float8  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
@@ -224,15 +224,5 @@ def old_experts(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    answers = []
-    for case in json.load(sys.stdin):
-        try:
-            answers.append(answer(case))
-        except BaseException as error:  # its parser exits
-            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
-    json.dump(answers, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    tell(answer)

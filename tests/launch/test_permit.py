@@ -11,9 +11,10 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.errors import UserError
-from fourfold.launch import local, permit
+from fourfold.launch import campaign, local, permit
 from fourfold.launch.permit import RANK_BYTES, Permit, most_ranks
 from fourfold.launch.ranks import worker_env
+from fourfold.result import machine
 from fourfold.result.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import train as train_command
@@ -115,22 +116,10 @@ def test_our_own_source_comes_first(monkeypatch) -> None:
     assert rest == ["/asked"]
 
 
-def test_ranks_are_bounded_by_the_host(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("many.toml").write_text('model = "llama-tiny"\ngpus = 100000\n')
-    Path("sweep.toml").write_text('model = "llama-tiny"\n[sweep]\ngpus = [1, 100000]\n')
-    for words in (
-        "bench --spec many.toml", "sweep sweep.toml", "train --spec many.toml --steps 1 --out out",
-        "verify --world 1000",
-    ):  # fmt: skip
-        assert main(words.split()) == 2, words
-        said = capsys.readouterr().err
-        assert "room for" in said, words
-        assert "--oversubscribe" in said
-    with pytest.raises(UserError, match="room for"):
-        local.run_job(Job(job="ping", specs=(spec(100_000),)), tmp_path / "job")
-    with pytest.raises(UserError, match="room for"):
-        local.run_job(Job(job="trace", ranks=100_000), tmp_path / "job")
+def test_ranks_are_bounded_by_the_host(tmp_path: Path) -> None:
+    for job in (Job(job="ping", specs=(spec(100_000),)), Job(job="trace", ranks=100_000)):
+        with pytest.raises(UserError, match="room for"):
+            local.run_job(job, tmp_path / "job")
 
 
 @pytest.mark.parametrize(
@@ -182,3 +171,29 @@ def test_no_room_for_another_process_is_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "rank 2 of 9 could not be started (Resource temporarily unavailable)" in done.stderr
+
+
+@pytest.mark.parametrize("flags", ["Features : fp asimd asimdhp", "flags : fpu avx2 avx512f"])
+def test_emulated_instructions_are_told_before_ranks_start(
+    flags: str, tmp_path: Path, cli, monkeypatch
+) -> None:
+    def launched(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    Path("cpuinfo").write_text(f"model name : some\n{flags}\n")
+    monkeypatch.setattr(machine, "CPU_INFO", Path("cpuinfo").absolute())
+    for module in (campaign, train_command):
+        monkeypatch.setattr(module, "run_job", launched)
+    run = (
+        'model = "llama-tiny"\ngpus = 1\ndevice = "cpu"\n[batch]\nseq_len = 32\nglobal_batch = 2\n'
+    )
+    Path("run.toml").write_text(run)
+    Path("sweep.toml").write_text(f'{run}[sweep]\nprecision = ["bf16", "bf16-pure", "fp32"]\n')
+    said = "note: this CPU has no bf16 instructions"
+    train = ("train", "--spec", "run.toml", "--steps", "1", "--out", "out")
+    for words in (("bench", "--spec", "run.toml"), ("sweep", "sweep.toml"), train):
+        cli(*words, status=130)
+        assert cli.err.count(said) == 1, words
+    cli(*train, "--precision", "fp32", status=130)
+    assert said not in cli.err

@@ -10,7 +10,7 @@ import pytest
 from fourfold import files
 from fourfold.cli import main
 from fourfold.errors import UserError
-from fourfold.spec import codec
+from fourfold.spec import texts
 from fourfold.tables.forms import parse
 from fourfold.tables.lint import lint
 from tests.growth import QUADRATIC, grows
@@ -44,12 +44,6 @@ def swapped_rows(count: int) -> str:
     return "\n".join([TOPOLOGY, RULE, *([ROW, swapped] * (count // 2))]) + "\n"
 
 
-def test_copied_cells_are_found_among_equal_ones() -> None:
-    twice = [ROW, ROW.replace("| 2 |", "| 1 |"), ROW.replace("120.29", "99.11")]
-    found = lint(parse("\n".join([TOPOLOGY, RULE, *twice]) + "\n", "md"))
-    assert [item.rule for item in found if item.rule == "copied-cell"] == ["copied-cell"]
-
-
 @pytest.mark.parametrize("rows", [200, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [equal_csv, equal_rows, near_rows, swapped_rows])
 def test_lint_is_linear(make: Callable[[int], str], rows: int) -> None:
@@ -62,9 +56,9 @@ def test_readers_are_linear() -> None:
         "csv": lambda count: parse("# note\n" * count + "a,b\n" + "1,2\n" * count, "csv"),
         "md": lambda count: parse("| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * count, "md"),
         "text": lambda count: parse("a | b\n" * count, "md"),
-        "toml": lambda count: codec.parse_toml("".join(f"k{i} = 1\n" for i in range(count))),
-        "tables": lambda count: codec.parse_toml("".join(f"[a.k{i}]\n" for i in range(count))),
-        "json": lambda count: codec.parse_json("[" + "{}," * (50 * count) + "{}]"),
+        "toml": lambda count: texts.parse_toml("".join(f"k{i} = 1\n" for i in range(count))),
+        "tables": lambda count: texts.parse_toml("".join(f"[a.k{i}]\n" for i in range(count))),
+        "json": lambda count: texts.parse_json("[" + "{}," * (50 * count) + "{}]"),
     }
     for name, work in tables.items():
         assert grows(work, 4000) < QUADRATIC, name
@@ -72,8 +66,8 @@ def test_readers_are_linear() -> None:
 
 def test_sizes_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
     for text, parser in (
-        ("k = 1\n" * 800_000, codec.parse_toml),
-        (" " * (codec.MAX_JSON_LETTERS + 1), codec.parse_json),
+        ("k = 1\n" * 800_000, texts.parse_toml),
+        (" " * (texts.MAX_JSON_LETTERS + 1), texts.parse_json),
     ):
         with pytest.raises(UserError, match="MiB"):
             parser(text)
@@ -97,15 +91,15 @@ def test_sizes_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
 )
 def test_depth_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"deep|JSON"):
-        codec.parse_json(text)
+        texts.parse_json(text)
     for toml in (f"a = {text}", "a" + ".a" * 100_000 + " = 1", "[" + "a." * 5000 + "a]"):
         with pytest.raises(UserError, match=r"deep|TOML|parts"):
-            codec.parse_toml(toml)
+            texts.parse_toml(toml)
 
 
 def test_a_name_given_twice_is_refused() -> None:
     with pytest.raises(UserError, match="twice"):
-        codec.parse_json('{"a": {"b": 1, "c": 2, "b": 3}}')
+        texts.parse_json('{"a": {"b": 1, "c": 2, "b": 3}}')
 
 
 LONG = "x" * 300

@@ -243,12 +243,6 @@ def test_the_readers_work_when_nothing_is_mutilated():
                 assert "error" not in err, words
 
 
-def test_every_light_command_is_asked():
-    asked = {words[0] for ways in READERS.values() for words in ways}
-    assert {"models", "flops", "clusters", "predict", "lint", "report", "score", "fit"} <= asked
-    assert {"plan", "trace", "runs", "completion"} <= set(COMMANDS)
-
-
 @pytest.mark.parametrize("path", ["./loop.json", "./folder.json", "./locked.json", "./pipe.json"])
 def test_things_that_are_no_files(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -77,14 +77,6 @@ def test_without_a_ramp_every_step_is_the_global_batch(size: int, step: int) -> 
     assert (batch.global_batch_at(step), batch.sequences_before(step)) == (size, step * size)
 
 
-def test_a_ramp_of_two_stages() -> None:
-    batch = ramped(16, 16, 100, 48)
-    # 50 sequences a stage: 4 steps of 16, then 2 of 32.
-    assert [batch.global_batch_at(step) for step in range(8)] == [16] * 4 + [32] * 2 + [48] * 2
-    before = [batch.sequences_before(step) for step in (0, 3, 4, 5, 6, 7)]
-    assert before == [0, 48, 64, 96, 128, 176]
-
-
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "full", "taken", "steps"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,14 @@ def test_text_stays_text():
                      "--set", "tag=2024", "--set", 'note="5"'])  # fmt: skip
     assert run.policy.env == (("CUDA_LAUNCH_BLOCKING", "1"),)
     assert (run.tag, run.note) == ("2024", "5")
+
+
+def test_fields_of_a_preset_change_under_a_name_that_says_so():
+    words = ["--model", "llama-tiny", "--set", "model.layers=3", "--set", "model.norm_eps=1e-6"]
+    again = ["--set", "model.layers=2", *words]
+    changed, preset = described(again).model, described(words[:2]).model
+    name = "llama-tiny layers=3 norm_eps=1e-6"
+    assert changed == replace(preset, layers=3, norm_eps=1e-6, name=name)
+    for more in ([], ["--set", "model.layers=4"]):
+        assert described(["--set", "model.name=mine", *words, *more]).model.name == "mine"
+    assert described([*words[:2], "--set", "model.name=mine"]).model == replace(preset, name="mine")

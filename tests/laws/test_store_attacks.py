@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,8 +104,16 @@ def swap(path: Path, dice: random.Random) -> None:
     path.write_bytes(dice.choice(others or [path]).read_bytes())
 
 
+def other_digit(path: Path, dice: random.Random) -> None:
+    """Still JSON, with the sum at its place."""
+    text = path.read_text()
+    places = [found.start() for found in re.finditer(r"[1-9]", text[: text.rindex('"crc32"')])]
+    at = dice.choice(places)
+    path.write_text(f"{text[:at]}{10 - int(text[at])}{text[at + 1 :]}")
+
+
 KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
-    damage, damage, damage, damage, other_text, new_value, new_value, new_value_and_seal,
+    damage, damage, other_digit, other_digit, other_text, new_value, new_value, new_value_and_seal,
     new_value_and_seal, stand_in, swap,
 )  # fmt: skip
 
@@ -143,11 +152,8 @@ def attack(runs: Path, count: int, per: int, seed: int) -> None:
             path.unlink()
 
 
-def test_a_mutated_store_shows_nothing_false(runs: Path) -> None:
-    attack(runs, count=60, per=2, seed=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_a_thousand_mutations(runs: Path, seed: int) -> None:
-    attack(runs, count=100, per=3, seed=seed)
+@pytest.mark.parametrize(
+    "seed", [10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10))]
+)
+def test_a_mutated_store_shows_nothing_false(runs: Path, seed: int) -> None:
+    attack(runs, count=60 if seed == 10 else 100, per=2 if seed == 10 else 3, seed=seed)

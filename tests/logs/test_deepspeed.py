@@ -74,6 +74,27 @@ def test_the_trainer_by_its_bar(tmp_path: Path, has_block: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ('"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,',
+         "experts=8 experts_per_token=2 expert_ffn=14336 shared_ffn= dense_layers= family=mixtral"),
+        ('"model_type": "deepseek_v3", "n_routed_experts": 64, "num_experts_per_tok": 6, '
+         '"moe_intermediate_size": 1408, "n_shared_experts": 2, "first_k_dense_replace": 1, '
+         '"q_lora_rank": null, "kv_lora_rank": 512, "qk_nope_head_dim": 128, '
+         '"qk_rope_head_dim": 64, "v_head_dim": 128,',
+         "experts=64 experts_per_token=6 expert_ffn=1408 shared_ffn=2816 dense_layers=1 "
+         "attn_kind=mla kv_lora_rank=512 head_dim=192 family=deepseek"),
+    ],
+)  # fmt: skip
+def test_the_trainers_model_has_the_experts_of_its_config(
+    tmp_path: Path, config: str, wanted: str
+) -> None:
+    said = TRAINER.replace('"model_type": "llama",', config.replace(", ", ",\n  "))
+    end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
+    says(row_of(tmp_path, said + end), wanted + " ep=1 routing=natural")
+
+
+@pytest.mark.parametrize(
     ("fsdp", "sharding"),
     [("[<FSDPOption.FULL_SHARD: 'full_shard'>, <FSDPOption.AUTO_WRAP: 'auto_wrap'>]", "zero3"),
      ("[<FSDPOption.SHARD_GRAD_OP: 'shard_grad_op'>]", "zero2"), ("full_shard", "zero3"),
@@ -94,6 +115,43 @@ def test_the_trainer_without_a_bar_by_its_runtime(tmp_path: Path) -> None:
     end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
     row = row_of(tmp_path, TRAINER + end)
     assert row["step_s"] == "4.5"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [SETTINGS.replace('"stage": 3,', '"stage": 3,\n "offload_optimizer": {"device": "cpu"},'),
+     "TrainingArguments(\n_n_gpu=1,\nfsdp=[<FSDPOption.OFFLOAD: 'offload'>],\n)\n"],
+)  # fmt: skip
+def test_a_run_that_keeps_states_on_the_host_is_not_fitted(tmp_path: Path, said: str) -> None:
+    assert "no-offload" in row_of(tmp_path, said + TRAINER).missing
+    assert "no-offload" not in row_of(tmp_path, SETTINGS + TRAINER).missing
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("mistral\",\n  \"sliding_window\": 4096,", "windows of 4096 tokens"),
+     ("llama\",\n  \"quantization_config\": {\"load_in_4bit\": true},", "quantised weights"),
+     ("mamba2\",", "not a supported model type")],
+)  # fmt: skip
+def test_a_model_that_is_not_dense_softmax_attention_is_not_fitted(
+    tmp_path: Path, config: str, words: str
+) -> None:
+    row = row_of(tmp_path, TRAINER.replace('llama",', config))
+    assert "dense-model" in row.missing
+    assert words in row["unmodelled"]
+
+
+@pytest.mark.parametrize(("seq_len", "is_covered"), [("4096", True), ("8192", False)])
+def test_windows_matter_to_longer_sequences(
+    tmp_path: Path, seq_len: str, *, is_covered: bool
+) -> None:
+    said = TRAINER.replace('llama",', 'mistral",\n  "sliding_window": 4096,')
+    assert ("dense-model" in row_of(tmp_path, said, seq_len=seq_len).missing) != is_covered
+
+
+def test_a_run_that_trains_adapters_is_not_fitted(tmp_path: Path) -> None:
+    said = "trainable params: 4,194,304 || all params: 8,034,455,552 || trainable%: 0.0522\n"
+    assert "all-weights" in row_of(tmp_path, said + TRAINER).missing
 
 
 def test_the_loss_of_a_router_says_that_there_are_experts(tmp_path: Path) -> None:

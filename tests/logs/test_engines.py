@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ import pytest
 import fourfold
 from fourfold.cost.table.reports import report_rows
 from fourfold.errors import UserError
-from fourfold.result.machine import process_born
+from fourfold.launch import command
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.engines import engine_template, filled
+from tests.processes import wait_for, with_words
 
 TESTS = Path(__file__).parent.parent
 FAKE = TESTS / "samples" / "engine" / "fake.py"
@@ -54,6 +54,11 @@ def asked(folder: Path, how: str = "ok", **more: Any) -> dict[str, str]:
 
 def bench(folder: Path, how: str = "ok", run: Any = RUN, **more: Any) -> dict[str, Any]:
     return fourfold.bench(run, fourfold.BenchRequest(**asked(folder, how, **more))).runs[0]
+
+
+def at_work() -> dict[int, str]:
+    """Engines, and children that they left."""
+    return with_words("fake.py") | with_words("time.sleep(600)")
 
 
 def test_a_run_is_measured_from_its_log(tmp_path: Path) -> None:
@@ -100,21 +105,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     """A child in a session of its own, as an elastic launcher's workers are."""
     run = bench(tmp_path, "child")
     assert run["outcome"] == "ok"
-    mine = [pid for pid in _with_fake() if process_born(pid)]
-    assert mine == []
-
-
-def _with_fake() -> list[int]:
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                command = Path(f"/proc/{name}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"time.sleep(600)" in command or b"fake.py" in command:
-                found.append(int(name))
-    return found
+    assert not at_work()
 
 
 def test_ctrl_c_ends_the_engine_and_stores_nothing(tmp_path: Path) -> None:
@@ -126,16 +117,13 @@ def test_ctrl_c_ends_the_engine_and_stores_nothing(tmp_path: Path) -> None:
         [*command, "--cluster", "mosaic-a100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        until = time.monotonic() + 60
-        while not _with_fake() and time.monotonic() < until:
-            time.sleep(0.1)
-        assert _with_fake()
+        wait_for(at_work)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) != 0
     finally:
         process.kill()
         process.wait()
-    assert _with_fake() == []
+    assert not at_work()
     assert fourfold.runs(fourfold.RunsRequest(runs=str(tmp_path / "runs"))).rows() == []
 
 
@@ -175,7 +163,7 @@ def test_the_same_run_by_two_engines_is_two_rows_and_none_of_ours(tmp_path: Path
     said: list[str] = []
     with pytest.raises(UserError, match="contains no run"):
         report_rows(runs, catalog.cluster("mosaic-a100"), said.append)
-    assert said == [f"2 runs of other engines are left to 'fourfold collect {runs}'"]
+    assert said == [f"left out: 2 runs of other engines, which 'fourfold collect {runs}' reads"]
     request = fourfold.CollectRequest(logs=(runs,), out=str(tmp_path / "rows.csv"))
     assert [row["step_s"] for row in fourfold.collect(request).rows_read] == ["0.25", "0.25"]
 
@@ -239,3 +227,26 @@ def test_a_command_that_does_not_exist_is_said(tmp_path: Path) -> None:
     request = fourfold.BenchRequest(runs=str(tmp_path / "runs"), engine=str(path))
     with pytest.raises(UserError, match="cannot be started"):
         fourfold.bench(RUN, request)
+
+
+def test_a_signal_while_the_engine_starts_leaves_nothing_running(tmp_path, monkeypatch) -> None:
+    started: list[subprocess.Popen] = []
+
+    def start(*args, **how) -> subprocess.Popen:
+        started.append(subprocess.Popen(*args, **how))
+        signal.raise_signal(signal.SIGTERM)
+        return started[0]
+
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listens yet"))
+    known = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+    monkeypatch.setattr(command, "subprocess", known)
+    watch = command.Watch(
+        take=lambda *_: 0, start_limit_s=60, step_limit_s=60, enough=1, grace_s=0, say=print
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.run_command(["sleep", "600"], {}, tmp_path, watch)
+        assert started[0].wait() < 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        started[0].kill()

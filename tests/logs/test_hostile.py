@@ -26,6 +26,7 @@ from tests.fuzz import NASTY, damaged
 from tests.logs import test_shapes, written
 from tests.logs.reading import BLOOM, GOLDEN, collected, one, rows, table
 from tests.sampling import examples
+from tests.spec.test_nccl_tests import log_text
 
 TEXTS = {
     "megatron": written.megatron(BLOOM[0]),
@@ -37,7 +38,7 @@ TEXTS = {
     "metrics": "_step,_timestamp,throughput(tps)\n1,100,10\n2,101,20\n3,103,21\n4,102,20\n",
     "nemo": test_shapes.HYDRA + "\n".join(test_shapes.bar(n, f"{n}.0", 2.5) for n in range(5)),
     "bridge": test_shapes.BRIDGE + test_shapes.YAML + written.iteration(2, 2.0, 64, {}),
-    "nccl-tests": test_shapes.table([(2**20, 1e2), (2**28, 2e4), (2**30, 8e4)], 1.0, old=False),
+    "nccl-tests": log_text("sendrecv", 2, 1, 1e-5, 2e10),
     "chart": '"Step","a - iteration-time","b - iteration-time"\n1,9,8\n2,2.5,\n3,2.5,3.5\n',
     "json": '{"_step": 1, "iteration-time": 9.5}\n{"_step": 2, "iteration-time": 2.5}\n' * 2,
 }
@@ -70,14 +71,11 @@ def _survives(folder: Path, seed: int) -> None:
     json.dumps(answer.plain())
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_mutilated_logs(tmp_path: Path, seed: int) -> None:
-    _survives(tmp_path, seed)
-
-
-@pytest.mark.slow
-def test_a_thousand_mutilated_logs(tmp_path: Path) -> None:
-    for seed in range(1000, 2000):
+@pytest.mark.parametrize(
+    "seeds", [range(50), pytest.param(range(1000, 2000), marks=pytest.mark.slow)]
+)
+def test_mutilated_logs(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
         _survives(tmp_path, seed)
 
 

@@ -80,6 +80,10 @@ def test_megatron_recomputes_the_first_layers_of_each_chunk(tmp_path: Path) -> N
     assert found["act_ckpt"] == "full"
 
 
+def told(args: dict[str, str]) -> str:
+    return written.told(args, written.megatron(BLOOM[0]))
+
+
 def _lines(numbers: list[tuple[int, float]], **changes: str) -> str:
     row = {"seq_len": "2048", **changes}
     return "".join(f"{written.iteration(step, s, 64, row, unit='ms')}\n" for step, s in numbers)
@@ -100,16 +104,16 @@ def test_warm_up_evaluation_checkpoint_and_skipped_iterations_are_left_out(tmp_p
     )
 
 
-def test_lines_that_average_more_iterations_count_more(tmp_path: Path) -> None:
-    text = _lines([(10, 9.0), (20, 2.0), (25, 3.0), (26, 3.0), (27, 3.0)])
-    found = one(tmp_path, text)
-    assert (float(found["step_s"]), found["steps"]) == (2.0, "17")
-
-
-def test_an_excerpt_with_lines_cut_out_does_not_weigh_its_gap(tmp_path: Path) -> None:
-    text = _lines([(45, 6.0), (46, 6.0), (47, 6.0), (48, 6.0), (527, 2.0)])
-    found = one(tmp_path, text)
-    assert (float(found["step_s"]), found["steps"]) == (6.0, "5")
+@pytest.mark.parametrize(
+    ("numbers", "step_s", "steps"),
+    [
+        ([(10, 9.0), (20, 2.0), (25, 3.0), (26, 3.0), (27, 3.0)], 2.0, "17"),
+        ([(45, 6.0), (46, 6.0), (47, 6.0), (48, 6.0), (527, 2.0)], 6.0, "5"),  # lines are cut out
+    ],
+)
+def test_lines_weigh_the_iterations_they_average_and_no_gap(tmp_path, numbers, step_s, steps):
+    found = one(tmp_path, _lines(numbers))
+    assert (float(found["step_s"]), found["steps"]) == (step_s, steps)
 
 
 def test_a_single_line_that_may_hold_the_first_iteration_is_no_measurement(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_a_crash_after_many_steps_keeps_what_was_measured(tmp_path: Path) -> Non
     assert one(tmp_path, late)["outcome"] == "oom"
 
 
-def test_nemo_prints_and_bar(tmp_path: Path) -> None:
+def test_nemo_prints(tmp_path: Path) -> None:
     lines = "".join(
         f"Training epoch 0, iteration {n}/99 | lr: 1.5e-06 | global_batch_size: 128 | global_step: "
         f"{n} | reduced_train_loss: {11.0 - n / 100} | train_step_timing in s: {s} | "
@@ -169,14 +173,7 @@ def test_nemo_prints_and_bar(tmp_path: Path) -> None:
         for n, s in [(0, 30.1), (1, 2.305), (2, 2.301), (3, 2.31)]
     )
     found = one(tmp_path, lines)
-    assert (found["engine"], float(found["step_s"]), found["gbs"]) == ("nemo", 2.305, "128")
-    bar = "".join(
-        f"Epoch 0: :   1%| | {n}/1000 [01:02<1:40, v_num=, reduced_train_loss=10.9, "
-        f"global_step={n}.0, consumed_samples=80, train_step_timing in s={s}]\r" * 3
-        for n, s in [(1, 30.0), (2, 5.1), (3, 5.12), (4, 5.13)]
-    )
-    found = one(tmp_path, bar + "\n")
-    assert (found["engine"], float(found["step_s"])) == ("nemo", 5.12)
+    says(found, "engine=nemo step_s=2.305 gbs=128")
 
 
 # --- the others
@@ -243,12 +240,34 @@ def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None
     assert "10 after an evaluation" in found["step_rule"]
 
 
-def test_nanotron(tmp_path: Path) -> None:
-    found = one(tmp_path, written.nanotron([9000, 4870, 4860, 4850, 4860]), hardware="h100-80gb")
-    assert float(found["step_s"]) == 4.86
+@pytest.mark.parametrize("year", [2024, 2025])
+def test_nanotron_and_its_experts(tmp_path: Path, year: int) -> None:
+    text = written.nanotron([9000, 4870, 4860, 4850, 4860])
+    if year == 2025:  # seconds have another name, and batches are counted in tokens
+        text = text.replace("elapsed_time_per", "time_per")
+        text = text.replace("global_batch_size: 256", "global_batch_size: 1.05M")
+    found = one(tmp_path, text, hardware="h100-80gb")
     says(found, "n_layers=16 vocab=49152 n_gpus=8 dp=2 pp=2 tp=2 mbs=4 gbs=256 sharding=zero1")
-    says(found, "precision=bf16 sequence_parallel=1 act_ckpt=none status=ok")
+    says(found, "precision=bf16 sequence_parallel=1 act_ckpt=none status=ok step_s=4.86")
     assert float(found["mem_gb"]) == pytest.approx(21.5e9 / 2**30)
+    moe = (
+        "moe_config=MoEConfig(num_experts=8, top_k=2, moe_intermediate_size=1024,\n"
+        "enable_shared_expert=True, shared_expert_intermediate_size=2048, layers=LAYERS,\n"
+        "token_dispatcher_type='alltoall'), num_hidden_layers="
+    )
+    text = text.replace("num_hidden_layers=", moe, 1)
+    text = text.replace(
+        "expert_parallel_size=1", "expert_parallel_size=1, expert_tensor_parallel_size=2"
+    )
+    dense = {"[-1]": "", str([*range(16)]): "", str([*range(2, 16)]): "2"}
+    for layers, first in dense.items():
+        found = one(tmp_path, text.replace("LAYERS", layers), hardware="h100-80gb")
+        says(found, "experts=8 experts_per_token=2 expert_ffn=1024 shared_ffn=2048 ep=1 etp=2")
+        says(found, f"dense_layers={first} routing=natural status=ok")
+    dropped = text.replace("LAYERS", "[-1], moe_expert_capacity_factor=1.5")
+    says(one(tmp_path, dropped, hardware="h100-80gb"), "routing=drop capacity_factor=1.5")
+    some = one(tmp_path, text.replace("LAYERS", "[1, 3]"), hardware="h100-80gb")
+    assert "dense-model" in some.missing
 
 
 def test_llm_foundry(tmp_path: Path) -> None:
@@ -319,10 +338,7 @@ def test_an_argument_list_without_an_end_printed_by_another_rank(tmp_path: Path)
 
 
 def test_a_mixture_of_experts_is_kept_and_not_taken_for_a_dense_model(tmp_path: Path) -> None:
-    text = written.megatron(BLOOM[0]).replace(
-        "  num_layers ", "  num_experts ..................................... 8\n  num_layers "
-    )
-    found = one(tmp_path, text, cluster="jean-zay")
+    found = one(tmp_path, told({"num_experts": "8"}), cluster="jean-zay")
     assert (found["status"], found.missing) == ("incomplete", ("experts_per_token",))
     assert (found["experts"], found["expert_ffn"]) == ("8", found["d_ff"])
 
@@ -340,11 +356,7 @@ def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
         "cuda_graph_scope": "[<CudaGraphScope.attn: 2>, <CudaGraphScope.moe_router: 5>]",
         "moe_expert_capacity_factor": "None", "overlap_moe_expert_parallel_comm": "False",
     }  # fmt: skip
-    dump = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in said.items())
-    found = one(
-        tmp_path, written.megatron(BLOOM[0]).replace("  num_layers ", f"{dump}  num_layers ", 1),
-        cluster="jean-zay",
-    )  # fmt: skip
+    found = one(tmp_path, told(said), cluster="jean-zay")
     says(found, "experts=64 experts_per_token=6 expert_ffn=1408 shared_ffn=2816 dense_layers=1")
     says(found, "ep=4 etp=1 dispatcher=hybridep routing=forced a2a_overlap=0 act_ckpt=selective")
     says(found, "kv_lora_rank=512 q_lora_rank= head_dim=192 family=deepseek attn_kind=mla")
@@ -352,6 +364,74 @@ def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
     assert found["cuda_graph"] == "transformer_engine attn moe_router"
     assert found.missing == ()
     assert shown_layout(found).endswith("ep4")
+
+
+def test_a_router_that_prints_its_loss_has_experts_that_are_known(tmp_path: Path) -> None:
+    said = {"num_experts": "8", "moe_router_topk": "2", "moe_layer_freq": "([0] * 3+[1]*67)"}
+    text = told(said).replace("| lm loss:", "| seq_load_balancing_loss: 1.0E+00 | lm loss:")
+    found = one(tmp_path, text, cluster="jean-zay")
+    assert (found["status"], found.missing) == ("ok", ())
+    assert found["dense_layers"] == "3"
+
+
+def test_a_run_that_keeps_states_on_the_host_is_not_fitted(tmp_path: Path) -> None:
+    for flag in ("optimizer_cpu_offload", "cpu_optimizer"):
+        found = one(tmp_path, told({flag: "True"}), cluster="jean-zay")
+        assert (found["status"], found.missing) == ("incomplete", ("no-offload",))
+    allowed = ("None", "(2047, 0)", "(-1, 0)")
+    for window, missing in (("(127, 0)", ("dense-model",)), *((said, ()) for said in allowed)):
+        found = one(tmp_path, told({"window_size": window}), cluster="jean-zay")
+        assert found.missing == missing
+
+
+@pytest.mark.parametrize(
+    ("said", "missing"),
+    [({"is_hybrid_model": "True", "hybrid_override_pattern": "M-M*-M-"}, ("dense-model",)),
+     ({"hybrid_override_pattern": "None", "is_hybrid_model": "False"}, ()),
+     ({"experimental_attention_variant": "gated_delta_net"}, ("dense-model",))],
+)  # fmt: skip
+def test_layers_without_softmax_attention_are_not_fitted(
+    tmp_path: Path, said: dict[str, str], missing: tuple[str, ...]
+) -> None:
+    assert one(tmp_path, told(said), cluster="jean-zay").missing == missing
+
+
+def test_a_yaml_that_only_names_its_model_does_not_say_whether_it_is_tied(tmp_path: Path) -> None:
+    text = written.printed("composer.yaml").replace("mpt_causal_lm", "hf_causal_lm")
+    row = one(tmp_path, text + "[batch=1/10]:\n", model="llama-2-7b")
+    assert (row["family"], row["tied"]) == ("", "")
+
+
+def test_what_is_not_modelled_stays_so_when_the_table_is_collected_again(tmp_path: Path) -> None:
+    log, first, second = (tmp_path / name for name in ("train.log", "first.csv", "second.csv"))
+    log.write_text(told({"is_hybrid_model": "True"}))
+    collected(log, out=first, cluster="jean-zay")
+    (again,) = collected(first, out=second, gpus_per_node="4").rows_read
+    assert (again["status"], again.missing) == ("incomplete", ("dense-model",))
+    # A table of an earlier release, without the last column.
+    earlier = [line.rpartition(",")[0] for line in first.read_text().splitlines()]
+    first.write_text("\n".join(earlier) + "\n")
+    collected(log, out=first, cluster="jean-zay")
+    assert first.read_text().splitlines()[0] == f"{earlier[0]},unmodelled"
+
+
+def test_adapters_of_nemo_are_not_fitted(tmp_path: Path) -> None:
+    text = told({}) + "[NeMo I lora:93] Adding lora to: module.decoder.layers.0.linear_qkv\n"
+    assert one(tmp_path, text, cluster="jean-zay").missing == ("all-weights",)
+
+
+def test_heads_of_a_size_of_their_own_are_read(tmp_path: Path) -> None:
+    assert one(tmp_path, told({"kv_channels": "160"}), cluster="jean-zay")["head_dim"] == "160"
+
+
+@pytest.mark.parametrize(
+    ("modules", "word"),
+    [("None", "selective"), ("['core_attn']", "selective"), ("['layernorm', 'mlp']", "norm+mlp"),
+     ("['mlp', 'layernorm']", "norm+mlp"), ("['layernorm']", "")],
+)  # fmt: skip
+def test_modules_that_a_dense_layer_recomputes(tmp_path: Path, modules: str, word: str) -> None:
+    said = {"recompute_granularity": "selective", "recompute_modules": modules}
+    assert one(tmp_path, told(said), cluster="jean-zay")["act_ckpt"] == word
 
 
 @pytest.mark.parametrize(

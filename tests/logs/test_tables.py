@@ -118,6 +118,14 @@ def _row(answer: Collected) -> Row:
     return row
 
 
+def test_wandbs_own_counter_is_not_the_optimizers(tmp_path: Path) -> None:
+    """A Trainer that logs every tenth step: 41.5 s between lines are of ten."""
+    lines = [f"{n},{1.7e9 + 41.5 * n},{3 - n / 100},{10 * n}" for n in range(1, 20)]
+    text = "\n".join(["_step,_timestamp,train/loss,train/global_step", *lines, ""])
+    row = _row(made(tmp_path, "history.csv", text))
+    assert float(row["step_s"]) == pytest.approx(4.15)
+
+
 def test_wandb_export(tmp_path: Path) -> None:
     text = '"Step","run1 - iteration-time","run1 - iteration-time__MIN"\n'
     text += "".join(f'"{n}","{s}","{s}"\n' for n, s in [(1, 9.5), (2, 2.5), (3, 2.25), (4, 2.75)])
@@ -166,3 +174,14 @@ def test_nccl_tests_tell_of_links_not_of_runs(tmp_path: Path) -> None:
     link = answer.files[0].link
     assert (link["op"], link["hosts"], link["ranks"], answer.ok) == ("all_reduce", 4, 32, True)
     assert 1e9 < link["bytes_per_s"] < 1e12
+
+
+def test_a_store_of_our_own_runs_is_no_folder_of_logs(tmp_path: Path) -> None:
+    (tmp_path / "run_0").mkdir()
+    for name in ("run.json", "rank-0.log"):
+        (tmp_path / "run_0" / name).write_text('{"schema": 1, "type": "RunReport"}')
+    (tmp_path / ".index.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no log of another engine; 'fourfold report'"):
+        collected(tmp_path, out=tmp_path / "rows.csv")
+    (tmp_path / "run_0" / "run.json").write_text('{"theirs": 1}')
+    assert collected(tmp_path, out=tmp_path / "rows.csv").files

@@ -62,6 +62,12 @@ ENDS = {
 }
 
 
+def told(args: Mapping[str, str], text: str) -> str:
+    """Megatron's log with more arguments in its list."""
+    dump = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in args.items())
+    return text.replace("  num_layers ", f"{dump}  num_layers ", 1)
+
+
 def iteration(step: int, step_s: float, batch: int, row: Row, *, unit: str = "s") -> str:
     seconds = f"{step_s:.2f}" if unit == "s" else f"{1000 * step_s:.1f}"
     samples = step * batch

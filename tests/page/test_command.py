@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fourfold import options
 from fourfold.cli import command_parser
 from fourfold.page.run_details import bench_command, plan_command
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, codec, texts
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -79,11 +79,11 @@ def test_a_model_without_a_preset_has_its_file() -> None:
     line = bench_command(spec)
     assert line.endswith("\nfourfold bench --spec run.toml")
     text = line.split("<<'END'\n")[1].split("\nEND\n")[0]
-    assert codec.load(RunSpec, codec.parse_toml(text)) == spec
+    assert codec.load(RunSpec, texts.parse_toml(text)) == spec
     steering = bench_command(replace(spec, note="".join(STEERING)))
     assert steering.replace("\n", "").isprintable()
     text = steering.split("<<'END'\n")[1].split("\nEND\n")[0]
-    assert codec.load(RunSpec, codec.parse_toml(text)).note == "".join(STEERING)
+    assert codec.load(RunSpec, texts.parse_toml(text)).note == "".join(STEERING)
 
 
 @pytest.mark.parametrize(

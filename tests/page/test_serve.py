@@ -8,11 +8,10 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -47,6 +46,7 @@ from tests.loops import awaited
 
 from .reading import Axis
 from .sample import fill, report, specs
+from .serving import serving
 from .test_report_page import violations
 
 ASKED = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "gpus": "16", "seq_len": "8192",
@@ -181,7 +181,7 @@ def test_a_plan_comes_as_a_first_look_and_whole() -> None:
     )
 
 
-def test_a_pasted_config_is_planned() -> None:
+def test_a_pasted_config_is_planned(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
              "rope_theta": 5e5, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
@@ -189,6 +189,10 @@ def test_a_pasted_config_is_planned() -> None:
     found = plan_request({**ASKED, "model": "", "config": config})
     assert not isinstance(found.model, str)
     assert (found.model.layers, found.model.name) == (16, "config.json")
+    file, end, command = plan_command(found).partition("END\n")
+    assert (end, "--model model.toml " in command) == ("END\n", True)
+    (tmp_path / "model.toml").write_text(file.removeprefix("cat > model.toml <<'END'\n"))
+    assert catalog.model(str(tmp_path / "model.toml")) == found.model
 
 
 def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
@@ -200,6 +204,8 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
     asked = plan_request({**ASKED, **money})
     assert (asked.cluster.gpus, asked.cluster.host_gpus) == (16, 8)
     assert asked.cluster.links[-1].bytes_per_s == 1600e9 / 8 / 8
+    racks = plan_request({**ASKED, **money, "gpu": "gb200", "gpus": "144"}).cluster
+    assert [racks.host_gpus, *(link.ranks for link in racks.links)] == [4, 72, 144]
     assert (asked.tokens, asked.price) == (300 * 10**9, 2.5)
     for change, said in (
         ({"cluster_file": "gpus = 1"}, "missing"),
@@ -408,18 +414,10 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     folder.root.mkdir()
     folder.describe(specs(1)[0], TrainSettings(steps=50))
     folder.metrics.write_text(curve.lines([_point(step) for step in range(1, 6)]))
-    words = ["serve", "--port", "0", "--runs", str(tmp_path / "runs"), "--train", str(folder.root)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fourfold", *words], stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
-    )  # fmt: skip
-    try:
-        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
-        yield address[0], tmp_path
-    finally:
-        process.terminate()
-        said = process.communicate()[1]
-        assert "Traceback" not in said
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731
+    words = ("--runs", str(tmp_path / "runs"), "--train", str(folder.root))
+    with serving(*words, limit=few) as address:
+        yield address, tmp_path
 
 
 def _point(step: int) -> curve.Point:
@@ -508,8 +506,3 @@ def test_a_stored_text_with_half_a_character_is_served(tmp_path) -> None:
     for path in ("/runs", "/runs/data", "/runs/state"):
         assert ask(served, path)[0] == 200
     assert "\\\\udce4" in ask(served, "/runs/data")[2]
-
-
-def test_a_wrong_port_or_host_is_said(cli) -> None:
-    assert "--token" in cli("serve", "--host", "0.0.0.0", status=2)
-    assert "port" in cli("serve", "--port", "999999", status=2)

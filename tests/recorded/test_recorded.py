@@ -95,13 +95,6 @@ def test_the_answer_is_the_recorded_one(name: str) -> None:
     assert not differing, "\n".join(sorted(differing)[:20])
 
 
-def test_a_difference_is_seen() -> None:
-    then = {"a": [1.0, {"b": "x"}], "c": True}
-    assert not differences(then, {"a": [1.0 + 1e-12, {"b": "x"}], "c": True})
-    for now in ({"a": [1.0001, {"b": "x"}], "c": True}, {"a": [1.0], "c": True}, {"a": then["a"]}):
-        assert differences(then, now)
-
-
 if __name__ == "__main__":
     for name in sys.argv[1:] or COMMANDS:
         (FOLDER / "answers" / f"{name}.json").write_text(json.dumps(answer_of(name)) + "\n")

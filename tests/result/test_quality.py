@@ -82,7 +82,7 @@ def test_a_clean_run_has_no_flag() -> None:
         ({"ranks": (RankSteps(rank=0, recompiles=3),)}, "3 recompiles in the window"),
         ({"ranks": (RankSteps(rank=0, recompiles=1),)}, "1 recompile in the window"),
         ({"probes": probes(1.0, 0.9)}, "GEMMs -10% after the run"),
-        ({"spec": FURTHER}, "measured without the layer that predicts further tokens (mtp)"),
+        ({"spec": FURTHER}, "measured without multi-token prediction (MTP, 1 layer)"),
         ({"window_s": 20.0}, "wall clock 20 s, but the steps sum to 8 s"),
         ({"seconds": (2.0, 2.0, 2.0, *(1.0,) * 9)}, "the first 2 steps were slower"),
         ({"seconds": (1.0, 1.5, 1.0, 1.5, 1.0, 1.5)}, "steps vary by 50%"),

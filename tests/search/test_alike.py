@@ -74,19 +74,6 @@ def test_plan_and_bench_see_the_same_run(policy: Policy, stack: str) -> None:
         np.testing.assert_allclose(a, b, err_msg=field.name)
 
 
-RUN = [policy for policy in POLICIES if not policy.async_tp and policy.overlap_grad_reduce]
-
-
-@pytest.mark.parametrize("policy", RUN, ids=lambda p: f"{p.attention}-{p.schedule}")
-def test_plan_and_bench_predict_the_same_seconds_and_bytes(policy: Policy) -> None:
-    one, spec = _asked(policy)
-    ranking = rank_layouts(one)
-    assert len(ranking) == 1
-    (told,) = predict([spec], cluster=one.cluster)
-    assert told.step_s == pytest.approx(float(ranking.step_s[0]), rel=1e-9)
-    assert told.peak_bytes == pytest.approx(float(ranking.predicted.room.worst_bytes[0]), rel=1e-9)
-
-
 def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> None:
     one, spec = _asked(Policy(attention="fused"))
     kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")

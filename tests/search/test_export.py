@@ -8,17 +8,19 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fourfold
 from fourfold import PlanRequest, plan
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, codec, texts
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import Positions, RopeScaling
+from fourfold.spec.model import ModelShape, Positions, RopeScaling
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
@@ -133,6 +135,8 @@ def test_uneven_stages_are_a_layout_of_megatrons() -> None:
     assert layout("pp12 dp2 tp8", "llama-3.1-70b") == ["Et*5|(t*7|)*10t*5L"]
     assert layout("pp2 dp2 tp8", "deepseek-v3") == ["Et*31|t*30mL"]
     assert layout("pp16 dp8 ep8", "deepseek-v3", 2) == ["Et|(tt|)*30mL"]
+    looped = setup("pp2 dp2 tp8", schedule="interleaved", virtual_stages=2)
+    assert "pp2 dp2 cp1 tp8 v2 on 4 hosts" in export.write("megatron", looped)
 
 
 def test_experts_are_megatrons() -> None:
@@ -349,6 +353,28 @@ def test_rope_that_megatron_cannot_scale_is_refused() -> None:
     assert found["--rotary-seq-len-interpolation-factor"] == ["4"]
 
 
+def test_yarn_of_latent_attention_is_megatrons() -> None:
+    """DeepSeek's published file has it; Megatron has no flag of its betas and first length, nor of
+    any other scaling there."""
+    model = catalog.model("deepseek-v3")
+    yarn = RopeScaling(kind="yarn", factor=40.0, original_length=4096, mscale_all_dim=1.0)
+
+    def scaled(**changes: Any) -> ModelShape:
+        return replace(model, positions=replace(model.positions, scaling=replace(yarn, **changes)))
+
+    found = flags_of(replace(setup("pp8 dp8 ep8", "deepseek-v3"), model=scaled()))
+    assert found.items() >= {
+        "--rope-type": ["yarn"], "--rotary-scaling-factor": ["40.0"], "--mscale": ["1.0"],
+        "--mscale-all-dim": ["1.0"],
+    }.items()  # fmt: skip
+    assert "--no-rope-fusion" not in found
+    for changes in ({"beta_fast": 1.0}, {"original_length": 8192}, {"kind": "linear"}):
+        with pytest.raises(UserError, match=rf"model.positions.scaling.{next(iter(changes))}="):
+            export.check("megatron", scaled(**changes))
+    with pytest.raises(UserError, match="none, linear or llama3"):
+        export.check("megatron", replace(LLAMA2, positions=scaled().positions))
+
+
 def test_a_ramp_and_whole_micro_batches() -> None:
     ramp = Ramp(start=64, increment=64, samples=9000)
     one = replace(setup(), batch=replace(setup().batch, ramp=ramp))
@@ -385,9 +411,12 @@ def test_a_schedule_may_be_asked_of_a_release(stack: str) -> None:
 
 
 def test_our_own_run_file_is_a_run_file() -> None:
-    text = export.write("torchrun", replace(setup(), model_name="llama-3.1-70b"))
-    spec = codec.load(RunSpec, codec.parse_toml(text))
-    assert spec.model == catalog.model("llama-3.1-70b")
+    changed = replace(setup().model, layers=8)
+    for model, written in ((setup().model, "llama-3.1-70b"), (changed, codec.encode(changed))):
+        one = replace(setup(), model=model, model_name="llama-3.1-70b")
+        table = texts.parse_toml(export.write("torchrun", one))
+        spec = codec.load(RunSpec, table)
+        assert (spec.model, table["model"]) == (model, written)
     assert spec.layout == setup().layout
     assert spec.batch == setup().batch
 
@@ -425,3 +454,30 @@ def test_megatron_sums_gradients_as_stated_or_as_the_recipe(held: str | None, na
     assert "--cross-entropy-loss-fusion" in words
     with pytest.raises(UserError, match="one buffer for both"):
         export.write("megatron", setup(grad_dtype="bf16", reduce_dtype="fp32"))
+
+
+def test_megatron_bridge_names_precisions_that_plan_has() -> None:
+    with pytest.raises(UserError, match=r"use bf16-mixed, fp16, fp8$"):
+        export.write("megatron-bridge", setup(model="llama-3.1-8b", precision="fp32"))
+
+
+def test_what_cannot_be_exported_is_said_of_the_layout_that_was_asked() -> None:
+    ask = PlanRequest(
+        model="llama-3.1-70b", gpu="h100-80gb", gpus=64, seq_len=8192, global_batch=128,
+        layout="tp2", export="deepspeed",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"rejected by: axis .*layout.tp=2 is not .*dp32 cp1 tp2"):
+        fourfold.export(ask)
+
+
+def test_a_job_asks_for_the_gpus_of_their_maker() -> None:
+    for device, resource, name in (
+        ("mi300x", "amd.com/gpu", "MI300X"),
+        ("gh200-96gb", "nvidia.com/gpu", "GH200"),
+    ):
+        one = replace(setup("dp8", "llama-3.1-8b"), device=device)
+        script = export.write("megatron", one)
+        job = export.around("kubeflow", "megatron", one, script)["kubeflow.yaml"]
+        assert f'{resource}: "8"' in job
+        job = export.around("skypilot", "megatron", one, script)["skypilot.yaml"]
+        assert f"accelerators: {name}:8" in job

@@ -54,6 +54,9 @@ FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"
          {"cp_kind": "ulysses", "tp": 2}, {"schedule": "1f1b"}, {"replicate": 1})  # fmt: skip
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "mpt-125m", "llama-3.1-70b", "mixtral-8x7b",
           "olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")  # fmt: skip
+# How the choices begin that a fixed field decides: asked for, they need no measured run.
+DECIDES = {"recompute": "recompute", "micro_batch": "more than one sequence", "sharding": "zero",
+           "cp_kind": "context parallel", "schedule": "schedule"}  # fmt: skip
 WHERE = ((), ("tp <= 4",), ("mem_gib < 60",), ("step_s < 5 and micro_batch == 1",), ("pp > 64",))
 
 
@@ -103,8 +106,10 @@ def whole(query: PlanQuery) -> Pool:
     wasteless = memory(c, lean).worst_bytes * entry.coefficients["room"] / lean["room"]
     points["close"] = (peak >= limit) & (np.minimum(peak, wasteless) * np.exp(-half) < limit)
     points["unproven"] = np.zeros(len(c), dtype=bool)
-    for name, made in choices(c).items():
-        points["unproven"] |= made & bool(query.evidence and not query.evidence.get(name, 0))
+    decided = ("precision", *(start for field, start in DECIDES.items() if field in query.fixed))
+    for name, made in choices(c).items() if query.evidence else ():
+        if not query.evidence.get(name, 0) and not name.startswith(decided):
+            points["unproven"] |= made
     return points
 
 

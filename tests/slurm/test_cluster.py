@@ -10,10 +10,11 @@ import pytest
 from fourfold.launch.local import run_job
 from fourfold.launch.slurm import Slurm
 from fourfold.result.job import Job, JobReport
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, codec, texts
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
-from tests.slurm.user import FOREVER, SMALL, User, command_lines, taken_port
+from tests.processes import with_words
+from tests.slurm.user import FOREVER, SMALL, User, taken_port
 
 pytestmark = pytest.mark.slow
 RUN = ["bench", *SMALL, "--warmup", "1"]
@@ -33,9 +34,9 @@ def hosts_of(run: dict[str, Any]) -> list[str]:
     return [rank["host"] for rank in sorted(run["ranks"], key=lambda rank: rank["rank"])]
 
 
-def workers_of(folder: Path) -> list[str]:
+def workers_of(folder: Path) -> dict[int, str]:
     """Command lines of processes that work for a job below this folder."""
-    return command_lines("fourfold.engine.worker", str(folder))
+    return with_words("fourfold.engine.worker", str(folder))
 
 
 def test_a_bench_over_two_nodes(user: User) -> None:
@@ -108,7 +109,7 @@ def test_ctrl_c_leaves_nothing_running(user: User) -> None:
     user.interrupt(process)
     user.finish(process, status=130)
     assert user.cluster.jobs() == []
-    assert workers_of(user.folder) == []
+    assert not workers_of(user.folder)
     assert user.runs() == []
     assert not (user.folder / "runs" / ".jobs").exists()
 
@@ -222,7 +223,7 @@ def test_a_training_survives_a_requeue_and_ends_with_75(user: User) -> None:
     user.cluster.wait_for(lambda: steps() > saved, "a step after that")
     user.cluster.run(["scancel", "--signal=USR1", job])
     user.finish(process, status=75)
-    numbers = [codec.parse_json(line)["step"] for line in curve.read_text().splitlines()]  # type: ignore
+    numbers = [texts.parse_json(line)["step"] for line in curve.read_text().splitlines()]  # type: ignore
     assert numbers == list(range(1, len(numbers) + 1)), "no step is lost or done twice"
     assert user.cluster.jobs() == []
 
@@ -278,7 +279,7 @@ def test_a_sweep_loses_nothing_to_a_cancelled_job_and_a_stopped_node(user: User)
     cluster.wait_for(lambda: second not in cluster.jobs(), "Slurm to give up the node")
     gate.unlink()
     cluster.start_node(cluster.names[1])
-    swept = codec.parse_json(user.finish(process))
+    swept = texts.parse_json(user.finish(process))
     assert isinstance(swept, dict)
     assert (swept["total"], swept["ok"], swept["cancelled"]) == (6, 4, 2)
     reasons = [row["reason"] for row in swept["runs"][:2]]

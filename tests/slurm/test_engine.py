@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.user import User, command_lines, taken_port
+from tests.processes import with_words
+from tests.slurm.user import User, taken_port
 
 pytestmark = pytest.mark.slow
 SAMPLES = Path(__file__).parent.parent / "samples" / "engine"
@@ -46,8 +47,8 @@ def at_work(user: User) -> bool:
     return any("iteration" in path.read_text() for path in logs)
 
 
-def left_running() -> list[str]:
-    return command_lines("fake_torchrun.py")
+def left_running() -> dict[int, str]:
+    return with_words("fake_torchrun.py")
 
 
 def test_a_run_over_two_nodes_is_measured_from_its_log(user: User) -> None:
@@ -84,7 +85,7 @@ def test_failures_are_outcomes_and_nothing_is_left(user, how, outcome, said) -> 
         "engine-1.log",
     }
     user.cluster.wait_for(lambda: not user.cluster.jobs(), "the job to be gone")
-    assert left_running() == []
+    assert not left_running()
 
 
 def test_a_cancelled_job_is_cancelled_and_run_again(user: User) -> None:
@@ -94,7 +95,7 @@ def test_a_cancelled_job_is_cancelled_and_run_again(user: User) -> None:
     run = json.loads(user.finish(process, status=1))
     assert run["outcome"] == "cancelled"
     assert "was cancelled (CANCELLED)" in user.runs()[0]["failure"]["message"]
-    assert left_running() == []
+    assert not left_running()
 
 
 def test_ctrl_c_leaves_nothing_running(user: User) -> None:
@@ -103,21 +104,21 @@ def test_ctrl_c_leaves_nothing_running(user: User) -> None:
     user.interrupt(process)
     user.finish(process, status=130)
     assert user.cluster.jobs() == []
-    assert left_running() == []
+    assert not left_running()
     assert user.runs() == []
 
 
 def test_an_engine_that_does_not_end_is_ended_after_enough_steps(user: User) -> None:
     run = user.ask(*words(user, "idle", ends_itself=False))
     assert (run["outcome"], run["timed_steps"]) == ("ok", 4)
-    assert left_running() == []
+    assert not left_running()
 
 
 def test_a_script_is_submitted_by_hand_and_its_run_collected(user: User) -> None:
     text = user.call(*words(user), "--print-launch")
     (path,) = (user.folder / "runs" / ".jobs").glob("*/slurm.sh")
     assert path.read_text().strip() == text.strip()
-    assert left_running() == []
+    assert not left_running()
     job = user.cluster.run(["sbatch", "--parsable", "--job-name=by-hand", str(path)])
     user.cluster.wait_for(lambda: job not in user.cluster.jobs(), "the job to end")
     assert user.ask(*words(user))["outcome"] == "ok"
@@ -148,7 +149,7 @@ def test_a_detached_run_that_hangs_is_ended_by_its_script(user: User) -> None:
     (job,) = user.ask(*words(user, "hang"), "--detach")["jobs"]
     gone = lambda: job["slurm_job"] not in user.cluster.jobs()  # noqa: E731
     user.cluster.wait_for(gone, "the script to end its run")
-    assert left_running() == []
+    assert not left_running()
     assert user.ask(*words(user, "hang"), status=1)["outcome"] == "hung"
     (run,) = user.runs()
     assert "step limit of 10 s" in run["failure"]["message"]

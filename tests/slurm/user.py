@@ -114,17 +114,3 @@ def _steps(path: Path) -> int:
         return json.loads(path.read_text().splitlines()[0])["steps"]
     except (OSError, ValueError, LookupError):
         return 0
-
-
-def command_lines(*words: str) -> list[str]:
-    """Of the processes of this machine that have all of these in theirs."""
-    lines = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if all(word in line for word in words):
-                lines.append(line)
-    return lines

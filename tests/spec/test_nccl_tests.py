@@ -78,11 +78,15 @@ def test_the_test_is_told_by_its_factor_when_nothing_names_it():
     assert parse_log(gather).op == "all_gather"
 
 
-def test_labels_of_launchers_are_ignored():
-    text = (SAMPLES / "all_reduce_1x8.log").read_text()
-    tagged = "\n".join(f"[1,0]<stdout>:{line}" for line in text.splitlines())
-    labelled = "\n".join(f"0: {line}" for line in text.splitlines())
-    assert parse_log(tagged) == parse_log(labelled) == parse_log(text)
+@pytest.mark.parametrize(
+    "mark", ["", "[1,0]<stdout>:", "0: ", "(head, rank=0, pid=38) [1,0]<stdout>:"]
+)
+@pytest.mark.parametrize("sharp", ["#", ""])
+def test_marks_of_launchers_and_lost_sharps_are_ignored(mark, sharp):
+    """A page that renders Markdown takes the sharps."""
+    text = (SAMPLES / "all_reduce_4x8.log").read_text()
+    marked = "".join(f"{mark}{line.replace('#', sharp, 1)}\n" for line in text.splitlines())
+    assert parse_log(marked) == parse_log(text)
 
 
 def test_the_older_form_without_group_and_root():
@@ -150,3 +154,60 @@ def test_a_mutilated_log_is_read_or_refused(start, length, insert):
 )
 def test_driver_names(name, expected):
     assert device_id(name, catalog.device_names()) == expected
+
+
+NEW = "#       size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n"
+OLD = "#       size count type redop time algbw busbw error time algbw busbw error\n"
+
+
+def ranks_of(count: int, hosts: int) -> str:
+    return "".join(
+        f"#  Rank {r:2d} Group  0 Pid   41 on n{r * hosts // count} device {r % 8} [0x10] H100\n"
+        for r in range(count)
+    )
+
+
+def measured(kind: str, factor: float, in_place: str, *, counted: float = 1.0) -> str:
+    """At 100 us a MiB; `counted`: of the bytes, in the rate that is printed."""
+    lines = []
+    for size in (2**20, 2**24, 2**28, 2**30):
+        us = 100.0 * size / 2**20
+        rate = counted * size / us / 1e3
+        words = f"{us:.1f} {rate:.2f} {rate * factor:.2f}"
+        lines.append(f" {size} {size // 4} float {kind} {words} 0 {words} {in_place}\n")
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("titles", "kind", "factor", "in_place", "op"),
+    [
+        (NEW, "sum -1", 1.5, "0", "all_reduce"),
+        (NEW, "none -1", 0.75, "0", "all_gather"),
+        (NEW, "none -1", 0.75, "N/A", "alltoall"),
+        (NEW, "sum -1", 1.0, "N/A", "sendrecv"),
+        (OLD, "", 0.75, "1e+00", "alltoall"),
+        (OLD, "", 0.75, "0e+00", "all_gather"),
+    ],
+)
+def test_a_test_without_a_name_is_known_by_its_table(titles, kind, factor, in_place, op) -> None:
+    """Old releases leave the column of an operation empty: numbers behind it stay in theirs."""
+    found = parse_log(ranks_of(4, 2) + titles + measured(kind, factor, in_place))
+    assert (found.op, len(found.points)) == (op, 4)
+    assert found.points[-1].algbw == pytest.approx(2**20 / 100e-6, rel=1e-3)
+
+
+def test_a_line_whose_numbers_contradict_each_other_is_left_out() -> None:
+    """Two ranks that printed into one line, or a line that lost a word."""
+    whole = measured("sum -1", 1.5, "0")
+    broken = whole.replace(" 262144 float", " 262144 8 float", 1)
+    found = parse_log(ranks_of(4, 2) + NEW + broken, "all_reduce_perf.log")
+    assert [point.size_bytes for point in found.points] == [2**24, 2**28, 2**30]
+
+
+@pytest.mark.parametrize("redop", ["", " redop"])
+def test_an_old_table_whose_sizes_count_otherwise_is_taken_by_its_bandwidth(redop):
+    """An all-gather over two ranks once printed twice the bytes that crossed the link."""
+    text = ranks_of(2, 2).replace(" Group  0", "") + OLD.replace(" redop", redop)
+    found = parse_log(text + measured("", 1.0, "0e+00", counted=0.5), "pasted.txt")
+    assert found.op == "sendrecv"  # nothing is summed, and both bandwidths are one
+    assert fit(found, crosses=True).bytes_per_s == pytest.approx(0.5 * 2**20 / 1e-4, rel=0.01)

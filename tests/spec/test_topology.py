@@ -47,10 +47,17 @@ def test_one_gpu():
     assert parse_topo(text, H100) == expected
 
 
-def test_a_wrong_gpu_is_noticed():
+@pytest.mark.parametrize(
+    ("change", "device", "words"),
+    [
+        (("GPU1", "GPUx"), H100, "has a row for GPU1"),  # which the heading does not name
+        (("", ""), A100, "shows 18 NVLinks, but a100-80gb has 12"),
+    ],
+)
+def test_a_wrong_gpu_or_heading_is_noticed(change, device, words):
     text = (SAMPLES / "topo_8xh100.txt").read_text()
-    with pytest.raises(UserError, match="shows 18 NVLinks, but a100-80gb has 12"):
-        parse_topo(text, A100)
+    with pytest.raises(UserError, match=words):
+        parse_topo(text.replace(*change, 1), device)
 
 
 def test_uneven_groups_are_refused():
@@ -102,9 +109,3 @@ def test_mutilated_output_is_read_or_refused(start, length, insert):
     except UserError:
         return
     assert 1 <= topo.island <= topo.gpus <= 8
-
-
-def test_a_row_that_the_heading_does_not_name_is_refused():
-    text = (SAMPLES / "topo_8xh100.txt").read_text()
-    with pytest.raises(UserError, match="has a row for GPU1"):
-        parse_topo(text.replace("GPU1", "GPUx", 1), H100)

@@ -42,7 +42,7 @@ def test_wsd_by_hand() -> None:
     low=st.floats(0, 1),
 )
 def test_rates_rise_then_fall_within_bounds(schedule, steps, warmup, low) -> None:
-    warmup = min(warmup, steps)
+    warmup, low = min(warmup, steps), low if schedule != "constant" else 0.0
     found = rates(steps=steps, lr=1.0, min_lr=low, warmup_steps=warmup, lr_schedule=schedule)
     assert found[:warmup] == sorted(found[:warmup])
     rest = found[warmup:]
@@ -60,6 +60,8 @@ def test_rates_rise_then_fall_within_bounds(schedule, steps, warmup, low) -> Non
         ({"beta2": 1.0}, "beta2"),
         ({"warmup_steps": 11}, "warmup_steps"),
         ({"decay_steps": 11, "lr_schedule": "wsd"}, "decay_steps"),
+        ({"decay_steps": 2}, "decay_steps"),
+        ({"min_lr": 1e-5, "lr_schedule": "constant"}, "min_lr"),
         ({"log_every": 0}, "log_every"),
         ({"max_norm": -1.0}, "max_norm"),
         ({"lr": float("nan")}, "lr"),

@@ -206,6 +206,13 @@ def test_a_scaling_table_loses_no_run() -> None:
     assert not lint(parse(write(document, "md"), "md"))
 
 
+def test_ranks_of_experts_share_no_cell_of_a_scaling_table() -> None:
+    found = [made(run("mixtral-tiny", 4, 1, ep=ep), 1.0 + ep) for ep in (1, 2, 4)]
+    document = publish(found, "scaling", "causal")
+    assert [len(table.data) for table in document.tables] == [1, 1, 1]
+    assert "; ep 4" in write(document, "text")
+
+
 def test_a_published_run_keeps_its_prediction() -> None:
     spec = run("llama-tiny", 4, 1)
     predicted = Prediction(step_s=0.5, step_s_low=0.4, step_s_high=0.6, peak_bytes=1.0)

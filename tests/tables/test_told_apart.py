@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fourfold.cost.count.flops import FlopsQuery, convention
+from fourfold.cost.count.params import model_params
+from fourfold.page.report import style_columns
 from fourfold.result.files.store import Store
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport, StepReport
+from fourfold.spec import Layout, catalog
 from fourfold.spec.policy import Policy
-from fourfold.tables.derive import published
+from fourfold.tables.derive import derive, published
 from fourfold.tables.document import Text
+from fourfold.tables.forms import parse
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
+from fourfold.tables.records import records
 from tests.specs import run_spec
 
 # Another value of every field of a policy than the run's own; a new field needs a line here.
@@ -85,6 +92,24 @@ def test_tables_have_a_row_for_each_and_no_two_say_the_same(style: str) -> None:
     assert len(settings) == len(set(settings)) == len(found)
 
 
+def test_a_model_stored_before_it_had_a_field_is_the_same_model() -> None:
+    new, older = (record_of(report(0.5, sharding=word)) for word in ("zero1", "zero3"))
+    plain = json.loads(older.model_json)
+    del plain["block"]
+    older = replace(older, model_json=json.dumps(plain))
+    found = [published(record, i) for i, record in enumerate((new, older))]
+    (table,) = (b for b in publish(found, "topology", "causal").blocks if not isinstance(b, Text))
+    assert len([*table.data]) == 2
+
+
+@pytest.mark.parametrize("style", ["mpt", "topology"])
+def test_a_page_shows_in_what_runs_differ(style: str) -> None:
+    found = [published(record_of(one), i) for i, one in enumerate(reports())]
+    columns = [one for one in style_columns(style, found) if one.heading not in RESULTS]
+    shown = {tuple(column.write(record) for column in columns) for record in found}
+    assert len(shown) == len(found)
+
+
 def test_the_csv_for_other_tools_and_the_stores_list_tell_them_apart(tmp_path: Path) -> None:
     store = Store(tmp_path / "runs")
     for one in reports():
@@ -101,3 +126,64 @@ def test_products_in_fp8_are_listed_as_fp8() -> None:
     record = record_of(report(0.5, compute_dtype="fp8"))
     assert (record.precision, record.settings) == ("fp8-pure", "")
     assert record_of(report(0.5, precision="bf16-mixed", compute_dtype="fp8")).precision == "fp8"
+
+
+# A Mixtral as Megatron's log has it: no name of the catalogue, and experts in columns of their own.
+MIXTRAL = {
+    "row_id": "a", "stack": "megatron-lm", "hardware": "h100-80gb", "family": "mixtral",
+    "n_layers": "32", "d_model": "4096", "n_heads": "32", "n_kv_heads": "8", "d_ff": "14336",
+    "vocab": "32000", "tied": "0", "seq_len": "8192", "n_gpus": "64", "tp": "2", "cp": "1",
+    "pp": "4", "dp": "8", "ep": "8", "mbs": "1", "gbs": "256", "precision": "bf16",
+    "sharding": "zero1", "act_ckpt": "none", "step_s": "11", "status": "ok", "experts": "8",
+    "experts_per_token": "2", "expert_ffn": "14336", "dispatcher": "alltoall",
+    "missing": "", "note": "",
+}  # fmt: skip
+
+
+def collected(*changes: dict[str, str]) -> list[Record]:
+    rows = [MIXTRAL | {"row_id": f"r{at}"} | change for at, change in enumerate(changes)]
+    lines = [MIXTRAL, *(row.values() for row in rows)]
+    return records(parse("\n".join(map(",".join, lines)), "csv"))
+
+
+def test_collected_experts_are_counted_without_a_name() -> None:
+    (row,) = plain_records(collected({}), "causal")
+    mixtral = catalog.model("mixtral-8x7b")
+    assert row["params"] == model_params(mixtral, 8192)
+    assert derive(collected({})[0], "causal").grad_accum == 32
+    tokens_s_gpu = 256 * 8192 / 11 / 64
+    count = convention("causal").count(
+        FlopsQuery.of(model=mixtral, seq_len=8192, layout=Layout(), policy=Policy())
+    )
+    assert row["tflops_gpu"] == pytest.approx(count.printed * tokens_s_gpu / 1e12)
+
+
+@pytest.mark.parametrize(("note", "mode"), [("", "DEFAULT"), ("eager; pure", "PURE")])
+def test_collected_bf16_keeps_weights_in_fp32(note: str, mode: str) -> None:
+    (table,) = publish(collected({"note": note}), "mpt", "mpt").tables
+    row = dict(zip(table.headings, table.data[0].cells, strict=True))
+    assert (row["Precision"], row["MP Mode"]) == ("amp_bf16", mode)
+
+
+@pytest.mark.parametrize(
+    "change", [{"experts_per_token": ""}, {"missing": "dense-model"}, {"missing": "all-weights"}]
+)
+def test_a_run_of_another_kind_is_not_counted_as_a_dense_model(change: dict[str, str]) -> None:
+    (row,) = plain_records(collected(change), "causal")
+    assert row["params"] is None
+    assert row["tflops_gpu"] is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dispatcher": "deepep"}, {"experts_per_token": "1"}, {"expert_ffn": "7168"},
+     {"recompute_modules": "moe_act"}, {"cuda_graph": "full_iteration"}, {"cluster": "mine"},
+     {"head_dim": "64"}, {"note": "torch.compile"}, {"note": "zero3 over 4 ranks"}],
+)  # fmt: skip
+def test_no_collected_run_is_taken_for_a_repeat_of_another(change: dict[str, str]) -> None:
+    blank = dict.fromkeys(change, "") | MIXTRAL
+    rows = [list(blank), list(blank.values()), list((blank | change).values())]
+    both = records(parse("\n".join(map(",".join, rows)), "csv"))
+    for style in ("mpt", "topology"):
+        document = publish(both, style, "causal")
+        assert sum(len(table.data) for table in document.tables) == 2, style

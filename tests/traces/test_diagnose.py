@@ -14,6 +14,7 @@ import pytest
 
 import fourfold
 from fourfold.errors import UserError
+from fourfold.result.trace import TracedRun
 from fourfold.show.diagnose import page
 from fourfold.show.table import Grid, render
 from fourfold.spec import catalog, codec
@@ -22,6 +23,7 @@ from fourfold.traces.settings import Setting, preset_of
 from tests.fuzz import ODD, damaged, revalue
 from tests.logs import written
 from tests.sampling import examples
+from tests.specs import run_spec
 from tests.traces import simulated
 from tests.traces.simulated import Shape
 
@@ -55,6 +57,17 @@ def test_a_sound_run_shows_nothing_and_its_settings_are_read(tmp_path: Path) -> 
     }  # fmt: skip
     assert {name: value[name] for name in told} == told
     assert all(one.evidence for one in found.settings.values())
+
+
+def test_the_model_is_the_one_that_trace_or_request_names(tmp_path: Path) -> None:
+    """Experts whose products are plain ones look like a dense model of the same widths."""
+    trace = simulated.trace(SHAPE)
+    spec = run_spec(catalog.model("mixtral-tiny"), "dp1", seq_len=128)
+    own = {"fourfold": codec.encode(TracedRun(version="0.1.0", rank=0, spec=spec))}
+    found = diagnosed(tmp_path, trace | own)
+    assert found.model == "mixtral-tiny"
+    assert any("2 of 8 experts" in str(line) for line in page(found))
+    assert diagnosed(tmp_path, trace, model="llama-3.2-1b").model.startswith("llama-3.2-1b")
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -116,6 +129,29 @@ def test_tiny_work_and_uneven_experts_are_named(tmp_path: Path) -> None:
     assert (uneven.settings["experts"].value, uneven.settings["top_k"].value) == (64, 8)
 
 
+def test_megatrons_groups_over_several_axes_are_no_axis(tmp_path: Path) -> None:
+    sizes = {
+        "default_pg": 64, "TENSOR_MODEL_PARALLEL_GROUP": 2, "PIPELINE_MODEL_PARALLEL_GROUP": 4,
+        "MODEL_PARALLEL_GROUP": 8, "CONTEXT_PARALLEL_GROUP": 1, "DATA_PARALLEL_GROUP_WITH_CP": 8,
+        "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": 16, "EXPERT_MODEL_PARALLEL_GROUP": 8,
+        "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": 16, "EXPERT_DATA_PARALLEL_GROUP": 1,
+        "EXPERT_TENSOR_PARALLEL_GROUP": 2,
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": 64, "EMBEDDING_GROUP": 2,
+    }  # fmt: skip
+    groups = [{"pg_desc": name, "pg_size": size} for name, size in sizes.items()]
+    told = {"rank": 0, "world_size": 64, "pg_config": groups}
+    trace = simulated.trace(Shape(experts=64, layers=8, length=4096)) | {"distributedInfo": told}
+    found = diagnosed(tmp_path, trace)
+    value = {name: one.value for name, one in found.settings.items()}
+    wanted = {"tp": 2, "pp": 4, "cp": 1, "dp": 8, "ep": 8, "etp": 2, "gpus": 64}
+    assert {name: value[name] for name in wanted} == wanted
+    assert found.found.spec is not None
+    spec = found.found.spec
+    assert (spec.layout.ep, spec.layout.etp, spec.model.experts, spec.model.moe.ffn) == (
+        8, 2, 512, 2 * 768,
+    )  # fmt: skip
+
+
 def test_what_if_predicts_from_measured_parts(base_s, tmp_path: Path) -> None:
     eager = simulated.slower(SHAPE, memory=5.0)
     words = ("compile=true", "micro_batch=4", "tp=2")
@@ -144,6 +180,10 @@ def test_steps_without_marks_and_a_rank_that_is_slower(tmp_path: Path) -> None:
     several = fourfold.diagnose([str(tmp_path)])
     assert [row.rank for row in several.ranks] == [0, 1, 2]
     assert "straggler: rank 2" in [cause.name for cause in several.causes]
+    (tmp_path / "rank0.json").unlink()  # of two ranks, the other alone is what is usual
+    (cause,) = (one for one in fourfold.diagnose([str(tmp_path)]).causes if "straggler" in one.name)
+    other, slow = (row.busy_s for row in several.ranks[1:])
+    assert cause.seconds == pytest.approx(slow - other)
 
 
 def test_the_command_prints_a_screen_keeps_a_row_and_writes_a_page(tmp_path, cli) -> None:

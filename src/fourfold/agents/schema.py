@@ -117,13 +117,5 @@ def _defined(cls: Any, parts: dict[str, Schema]) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def has_many_types(hint: Any) -> bool:
-    """Whether a field takes a name or a table, a thing that `codec` leaves to the request."""
-    kinds = [one for one in get_args(hint) if one is not type(None)]
-    return (get_origin(hint) in (types.UnionType, typing.Union) and len(kinds) > 1) or (
-        get_origin(hint) is Mapping
-    )
-
-
 def is_required(one: dataclasses.Field[Any]) -> bool:
     return one.default is one.default_factory is dataclasses.MISSING

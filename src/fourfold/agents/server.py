@@ -26,7 +26,7 @@ from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, PROCESSES, answer_with
 
 # Fields of requests that may name a file.
 FILES = {"model", "cluster", "gpu", "profile", "calibration", "log", "logs", "runs", "out", "map",
-         "side", "traces", "data"}  # fmt: skip
+         "side", "traces", "data", "device"}  # fmt: skip
 # Events of the interpreter: files that are named, and what leaves the process.
 _PATHS = {"open": 1, "os.listdir": 1, "os.scandir": 1, "os.remove": 1, "os.rmdir": 1,
           "os.mkdir": 1, "os.chmod": 1, "os.truncate": 1, "os.rename": 2, "os.link": 2,

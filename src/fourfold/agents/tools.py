@@ -18,6 +18,8 @@ from fourfold.result.report import Prediction
 from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, check, codec
+from fourfold.spec.layout import AXES, EXPERT_AXES
+from fourfold.verbs import Request
 from fourfold.verbs.collect import CollectRequest
 from fourfold.verbs.machine import planned_cluster
 from fourfold.verbs.plan import FitChecked, fit_check
@@ -59,7 +61,7 @@ class RunTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictTool:
+class PredictTool(Request):
     """Runs, and where and by which engine they would run."""
 
     runs: tuple[RunTable, ...]
@@ -71,13 +73,13 @@ class PredictTool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracesGiven:
+class TracesGiven(Request):
     traces: tuple[str, ...] = flag("profiler traces of one run: files, or a folder of ranks",
                                    default=MISSING)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneLayout:
+class OneLayout(Request):
     explain: str = flag("the layout in question, such as 'tp8 pp4 dp16'", default=MISSING)
 
 
@@ -146,21 +148,19 @@ def _diagnose(given: Mapping[str, Any]) -> Any:
 
 
 def _of(cls: Any, given: Mapping[str, Any]) -> Any:
-    """A request as a program would make it; codec reads what has one type, with its units."""
-    hints, values = codec.type_hints(cls), dict(given)
-    names = {one.name for one in fields(cls)}
-    for name, value in values.items():
-        if name not in names or name in _NOT_OF_PLAN:
-            raise UserError("unknown field", field=name, hint=f"use {', '.join(sorted(names))}")
-        if name == "global_batch":  # the request reads it, with its unit
-            continue
-        if not schema.has_many_types(hints[name]):
-            values[name] = codec.decode_value(hints[name], value, name)
-        elif not isinstance(value, str | dict):
-            raise UserError("must be a text or a table", field=name, value=value)
-    missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*values}
+    """A request as a program makes it."""
+    names = {one.name for one in fields(cls)} - {*_NOT_OF_PLAN}
+    for name in given:
+        hint = (
+            f"write layout '{name}2'"
+            if name in (*AXES, *EXPERT_AXES)
+            else f"use {', '.join(sorted(names))}"
+        )
+        if name not in names:
+            raise UserError("unknown field", field=name, hint=hint)
+    missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*given}
     check.given(not missing, ", ".join(sorted(missing)))
-    return cls(**values)
+    return cls(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from fourfold.show.calendar import assumptions_page, calendar_page, calendar_pic
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.shapes import advice_page
 from fourfold.show.table import Part, named, table
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, texts
 from fourfold.units import counted
 from fourfold.verbs.advise import AdviseRequest
 from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
@@ -75,39 +75,31 @@ def calendar(args: Any, show: OnEvent) -> Output:
 
 
 def _request(args: Any, show: OnEvent) -> CalendarRequest:
-    table: dict[str, Any] = {}
     one_file = not (args.file and args.spec)
     check.that(one_file, "--spec", args.spec, f"is beside {args.file}", "write one file of both")
     path, args = args.file or args.spec, SimpleNamespace(**{**vars(args), "spec": None})
-    if path:
-        try:
-            table = codec.parse_toml(files.read_text(path, field="SPEC"))
-            return _read(args, table, show)
-        except UserError as error:
-            raise error.inside(path) if error.field in table else error from None
-    return _read(args, table, show)
+    if not path:
+        return _read(args, {}, show)
+    table = texts.read(path, field="SPEC")
+    try:
+        return _read(args, dict(table), show)
+    except UserError as error:
+        name = error.field.partition(".")[0].partition("[")[0]
+        is_of_file = name in table and getattr(args, name, None) is None
+        raise error.inside(path) if is_of_file else error from None
 
 
 def _read(args: Any, table: dict[str, Any], show: OnEvent) -> CalendarRequest:
     phases = codec.decode_value(tuple[TrainingPhase, ...], table.pop("phases", []), "phases")
     assumed = table.pop("assumptions", {})
     check.that(isinstance(assumed, dict), "assumptions", assumed, "must be a table")
-    hints = codec.type_hints(PlanRequest)
     fields = {one.name for one in dataclasses.fields(PlanRequest) if "flag" in one.metadata}
-    given = {
-        name: codec.decode_value(hints[name], table.pop(name), name)
-        for name in list(table)
-        if name in fields
-    }
+    given = {name: table.pop(name) for name in fields & {*table}}
+    given = {name: value for name, value in given.items() if getattr(args, name, None) is None}
     run_table = options.run_table(args, known=table, note=notes(show))
-    plan = options.load(PlanRequest, args, **given_by_file(args, given), **decided(run_table))
+    plan = options.load(PlanRequest, args, **given, **decided(run_table))
     asked = {"phases": phases, "assumptions": assumed, "curve": bool(args.picture)}
     return options.load(CalendarRequest, args, plan=plan, **asked)
-
-
-def given_by_file(args: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What the file says and no flag overrides."""
-    return {name: value for name, value in given.items() if getattr(args, name, None) is None}
 
 
 _PREDICT = """\

@@ -14,7 +14,6 @@ from fourfold.output import Output
 from fourfold.show import shapes
 from fourfold.show.table import Part, named, table
 from fourfold.spec.layout import AXES
-from fourfold.spec.run import run_of
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.shapes import FlopsRequest
 
@@ -97,8 +96,8 @@ def dryrun(args: Any, show: OnEvent) -> Output:
     rank of every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2
     pp and extrapolated linearly.
     """
-    spec = run_of(options.run_table(args, note=notes(show)))
-    answer = fourfold.dryrun(spec, rank=args.rank, stages=bool(args.stages), on_event=show)
+    run = options.run_table(args, note=notes(show))
+    answer = fourfold.dryrun(run, rank=args.rank, stages=bool(args.stages), on_event=show)
     return Output.of(answer, lambda: _page(answer))
 
 
@@ -106,7 +105,8 @@ def _page(answer: Any) -> list[Part]:
     from fourfold.result.one_rank import RESERVED_RATIO
 
     spec, worst, moved = answer.spec, answer.worst, answer.moved_bytes
-    axes = [axis for axis in AXES if spec.layout.size(axis) > 1]
+    seen = {one.axis for counts in answer.counts for one in counts.comm}
+    axes = [axis for axis in (*AXES, "ep", "edp") if axis in seen]
     counts = table(
         answer.counts,
         *named("stage", "rank", "params:count", "state=state_bytes:bytes"),
@@ -115,11 +115,12 @@ def _page(answer: Any) -> list[Part]:
         *((axis, lambda one, axis=axis: show_bytes(moved(one, axis))) for axis in axes),
     )
     low, high = RESERVED_RATIO
+    payload = f"; {', '.join(axes)}: payload of collectives" if axes else ""
     return [
         counts,
         "",
-        f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step; "
-        f"{', '.join(AXES)}: payload of collectives",
+        f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step"
+        f"{payload}",
         f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
         *(
             f"  {show_bytes(large.bytes):>10}  {large.kind}, {large.shape} {large.dtype}, "

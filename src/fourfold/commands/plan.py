@@ -124,8 +124,8 @@ def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     if args.html:
         from fourfold.page.plan import write_plan
 
-        name, opened, force = args.model or "", bool(args.open), bool(args.force)
-        answer = write_plan(request, args.html, name, browser=opened, force=force, on_event=show)
+        called, opened, force = _called(request), bool(args.open), bool(args.force)
+        answer = write_plan(request, args.html, called, browser=opened, force=force, on_event=show)
     else:
         answer = fourfold.plan(request, on_event=show, second_process=True)
     status, details = 0 if answer.ranked else 1, bool(args.details)
@@ -145,10 +145,15 @@ def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     return Output.of(answer, lambda: explain_page(answer), status=int(not answer.fits))
 
 
+def _called(request: PlanRequest) -> str:
+    """The model, by the user; a changed preset has a name of its own."""
+    return request.model if isinstance(request.model, str) else ""
+
+
 def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
     settings = fourfold.export(
-        request, pick=args.pick or 1, name=args.model or "", job=args.job or "", on_event=show
+        request, pick=args.pick or 1, name=_called(request), job=args.job or "", on_event=show
     )
     written = settings.write(Path(args.out), force=bool(args.force)) if args.out else ""
     for note in filter(None, (*settings.notes, written)):
@@ -198,7 +203,7 @@ def operations_table(rows: Sequence[OpRow]) -> Grid:
 
 
 def _size(row: OpRow) -> str:
-    shape = " x ".join(f"{size:.10g}" for size in row.shape)
+    shape = " x ".join(f"{size:.0f}" for size in row.shape)  # rows of an expert are a mean
     return shape or or_dash(row.bytes / 1e6 or None, ".1f")
 
 

@@ -17,7 +17,7 @@ from fourfold.output import Output, submitted
 from fourfold.show import one_rank, runs
 from fourfold.show.bench import runs_page
 from fourfold.show.pictures import floor_picture, loss_picture, must_be_picture
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
@@ -44,7 +44,7 @@ examples:
 """
 _RUN = ("steps", "warmup", "data", "tag", "note")
 _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
-_SHARED = ("cluster", "profile", "trace", "env", "oversubscribe")
+_SHARED = ("cluster", "profile", "trace", "env", "oversubscribe", "force")
 
 
 @command(
@@ -103,6 +103,10 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
     unused = (*options.of(BenchRequest), *options.of(RunSpec, "tag", "note"))
     rule = f"cannot be combined with {mode}, which runs one rank here and stores nothing"
     options.refuse(args, (one for one in unused if one.key not in _SHARED), rule)
+    same = args.gpus is None or args.world in (None, args.gpus)
+    check.that(same, "--gpus", args.gpus, f"contradicts --world {args.world}", "omit one of them")
+    if args.out:
+        files.require_mine(args.out, mark='"kind": "stand-in"', force=bool(args.force))
     own = {"cluster": args.cluster, "profile": args.profile, "trace": args.trace}
     request = options.load(OneRankRequest, args, **own)
     table = options.run_table(args, extra=_RUN, note=notes(show))
@@ -188,7 +192,7 @@ def sweep(args: Any, show: OnEvent) -> Output:
 
 def _source(args: Any, show: OnEvent) -> Any:
     if [bool(args.file), bool(args.models), args.count is not None].count(True) != 1:
-        rule = "a sweep needs a FILE.toml, models with -m, or --from-plan K"
+        rule = "a sweep needs one of a FILE.toml, models with -m, and --from-plan K"
         raise UserError(rule, hint="see 'fourfold sweep --help'")
     if args.count is not None:
         lists = (one for one in options.of(MptSweep) if one.names[-1] not in _LISTS)
@@ -204,7 +208,7 @@ def _source(args: Any, show: OnEvent) -> Any:
     table: dict[str, Any] = {}
     if args.file:
         options.refuse(args, options.of(MptSweep), "needs -m", hint)
-        table = codec.parse_toml(files.read_text(args.file, field="FILE"))
+        table = texts.read(args.file, field="FILE")
         axes = {*table.get("sweep", ())}
         for path, _ in options.assignments(args):
             name = path.rpartition(".")[2]
@@ -285,7 +289,7 @@ def _table(args: Any, known: dict[str, Any], show: OnEvent) -> dict[str, Any]:
     known = {} if args.spec else known
     if any(getattr(args, axis) is not None for axis in ("gpus", *AXES)):
         known.pop("layout", None)  # a new layout is asked for, not a change of one axis
-    table = options.run_table(args, known, extra=("data",), note=notes(show))
+    table = options.run_table(args, known, extra=("data",), training=True, note=notes(show))
     if args.ramp is not None:
         codec.put(table, "batch.ramp", codec.encode(args.ramp))
     plain = table.setdefault("train", {})

@@ -47,9 +47,9 @@ def show_one(args: Any, show: OnEvent) -> Output:
 def runs(args: Any, show: OnEvent) -> Output:
     """List stored runs with outcome, speed and memory; failed ones too.
 
-    --where may use dp tp cp pp vp micro_batch global_batch seq_len gpus nodes layers hidden heads
-    mem_gib step_s; a run without a value (a failed run has no step_s) does not match. 'runs show
-    RUN' prints one run in full.
+    --where may use dp tp cp pp ep etp vp micro_batch global_batch seq_len gpus nodes layers hidden
+    heads mem_gib step_s; a run without a value (a failed run has no step_s) does not match. 'runs
+    show RUN' prints one run in full.
     """
     request = options.load(RunsRequest, args)
     hint = "measure something with 'fourfold bench' first"

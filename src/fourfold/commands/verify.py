@@ -15,7 +15,7 @@ from fourfold.options import option
 from fourfold.output import Output, submitted, table_csv
 from fourfold.show.machines import engines_page, verdicts_page
 from fourfold.show.runs import verified_page
-from fourfold.spec import codec
+from fourfold.spec import texts
 from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
 
@@ -49,7 +49,7 @@ def verify(args: Any, show: OnEvent) -> Output:
         name = path.removeprefix("policy.")
         if not text or "." in name:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=f"{path}={text}")
-        policy[name] = codec.toml_value(text)
+        policy[name] = texts.toml_value(text)
     request = options.load(VerifyRequest, args, policy=policy)
     if request.engine:
         verdicts = fourfold.conform(request, on_event=show)

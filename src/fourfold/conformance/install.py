@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -95,10 +95,7 @@ def find(text: str, folder: Path, source: str = "") -> Release:
         raise UserError("is not installed", field="--engine", value=text, hint=hint)
     if source and not Path(source).is_dir():
         raise UserError("is no folder", field="--source", value=source, hint="pass a checkout")
-    last = matching[-1]
-    return Release(
-        last.engine, last.version, last.python, os.path.abspath(source) if source else ""
-    )
+    return replace(matching[-1], source=os.path.abspath(source) if source else "")
 
 
 def install(text: str, folder: Path, say: Callable[[str], None]) -> Release:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import fourfold
@@ -46,16 +45,11 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
         self._log.close()
         if self._installed is not None:
-            self._installed.__exit__(None, None, None)
+            self._installed.__exit__()
 
     def ask(self, cell: Cell, *, seed: int = 0, size: int = 0, plant: bool = True) -> Told:
         """`plant`: with the fault that this lab was asked to break."""

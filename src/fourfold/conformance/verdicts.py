@@ -66,11 +66,12 @@ def examine(lab: Lab, cell: Cell, seed: int = 0) -> Verdict:
         return _verdict(lab, cell, seed, word, {}, why=told.get("why", ""))
     if told["equal"]:
         return _right(lab, cell, seed, told)
-    for other in _conventions(lab, cell):
+    # The same cell, called as other releases want to be called.
+    other = replace(cell, options=cell.options | {"cp-tokens"})
+    if not lab.fault and other != cell and not other.illegal() and lab.legal(other):
         again = lab.ask(other, seed=seed)
         if again.get("equal"):
-            called = next(iter(other.options - cell.options))
-            return _right(lab, cell, seed, again | {"convention": called})
+            return _right(lab, cell, seed, again | {"convention": "cp-tokens"})
     doubt = _doubt(lab, cell, seed, told)
     if doubt:
         return _verdict(lab, cell, seed, "blocked", told, why=doubt)
@@ -87,13 +88,6 @@ def examine(lab: Lab, cell: Cell, seed: int = 0) -> Verdict:
 
 def _right(lab: Lab, cell: Cell, seed: int, told: Told) -> Verdict:
     return _verdict(lab, cell, seed, "stand-in" if told["standins"] else "equal", told)
-
-
-def _conventions(lab: Lab, cell: Cell) -> list[Cell]:
-    """The same cell, called as other releases want to be called."""
-    words = () if lab.fault else ("cp-tokens",)
-    others = [replace(cell, options=cell.options | {word}) for word in words]
-    return [other for other in others if other != cell and not other.illegal() and lab.legal(other)]
 
 
 def _doubt(lab: Lab, cell: Cell, seed: int, told: Told) -> str:

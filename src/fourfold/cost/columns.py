@@ -15,6 +15,7 @@ from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
 Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
+BY_COST = 3.0  # `balanced` of our engine
 # Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
 OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
 
@@ -117,8 +118,7 @@ class Columns:
     our_kernels: Annotated[Floats, 0]  # 1: our engine, compiled: passes are counted
     compiled: Annotated[Floats, 0]  # 1: layers are, by torch.compile
     compiled_loss: Annotated[Floats, 0]  # 1: and the loss: no logits in fp32
-    # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with
-    # the layer that exceeds its share of layers and head; 3: our engine, which cuts by cost
+    # 1: fewer layers in the last stage, for the head; 2: one ends as it exceeds its share; BY_COST
     balanced: Annotated[Floats, 0]
     even_stages: Annotated[Floats, 0]  # 1: equal stages, fewer layers at the ends only
     # hardware

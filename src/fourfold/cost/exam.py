@@ -32,7 +32,7 @@ from fourfold.cost.table.reference import SCHEMA, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError, inside
 from fourfold.escape import csv_text
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, texts
 
 NUMBERS = ("step_s", "step_s_low", "step_s_high", "mem_gb", "fit_chance")
 
@@ -51,7 +51,7 @@ class Card:
 
 def read_card(path: Path) -> Card:
     with inside(path):
-        return codec.decode(Card, codec.parse_toml(files.read_text(path, field="card")))
+        return codec.decode(Card, texts.parse_toml(files.read_text(path, field="card")))
 
 
 def read_submission(path: str | Path, ids: list[str]) -> RowPredictions:

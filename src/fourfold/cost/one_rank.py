@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.columns import Coefficients, Columns
 from fourfold.cost.memory.held import layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
-from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.ops.ends import embedding, handover, head, update
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
-from fourfold.cost.step.estimate import fixed_s, last_rounds, ops_s, waiting_s
+from fourfold.cost.step.estimate import fixed_s, last_rounds, once_ops, ops_s, waiting_s
 from fourfold.cost.step.pipeline import fill_share
 from fourfold.cost.step.rates import rates_of
 from fourfold.result.one_rank import OneRankResult
@@ -57,7 +57,8 @@ class JoinedStep:
 
 def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageCompute:
     """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
-    rates, params, slots = rates_of(c, coef), _params(c, stage), _slots(c)
+    rates, slots = rates_of(c, coef), _slots(c)
+    _, updates = once_ops(c, stage.layers, stage.first + stage.last)
     *layer, launches = decoder_layer(c, c.micro)
     busy = ops_s(_within(layer), rates)
     layer_s = _one(rates.together(busy, np.zeros(1), rates.seconds(launches))[1])
@@ -65,15 +66,15 @@ def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageComp
         "layers": slots * stage.layers * layer_s,
         "head": slots * stage.last * _one(ops_s(_within(head(c, c.micro)), rates)),
         "embedding": slots * stage.first * _one(ops_s(_within(embedding(c, c.micro)), rates)),
-        "optimizer": _one(ops_s(update(c, params, params), rates)),
+        "optimizer": _one(ops_s(updates, rates)),
         "fixed": _one(fixed_s(c, coef)),
     }
     return StageCompute(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
 
 def _within(ops: list[Op], *axes: str) -> list[Op]:
-    """Operations of these axes, or those that send nothing."""
-    return [op for op in ops if op.axis in (axes or ("",))]
+    """Operations of these axes, of experts' groups too, or those that send nothing."""
+    return [op for op in ops if op.axis.partition(" ")[0] in (axes or ("",))]
 
 
 def joined(
@@ -88,16 +89,21 @@ def joined(
     """The step from measured seconds: of the whole step, of one layer and of one micro batch. Other
     stages are taken to be as slow."""
     rates, ops, slots = rates_of(c, coef), list(decoder_layer(c, c.micro)), _slots(c)
-    tp, cp, move = (ops_s(_within(ops, axis), rates) for axis in ("tp", "cp", "shard"))
-    busy = layer_s + tp + cp
+    tp, cp, ep, move = (
+        ops_s(_within(ops, *axes), rates)
+        for axes in (("tp",), ("cp",), ("ep", "etp"), ("shard", "replicas"))
+    )
+    busy = layer_s + tp + cp + ep
     fsdp = _one(rates.together(busy, move, np.full(1, 1e-9))[0] - busy)
     ends = ops_s(_within(embedding(c, c.micro), "tp"), rates)
     window = stage.layers * busy * last_rounds(c)
-    reduced = _one(rates.reduced(*reduction(c, _params(c, stage)), window))
+    reductions, _ = once_ops(c, stage.layers, stage.first + stage.last)
+    reduced = sum(_one(rates.reduced(*both, window)) for both in reductions)
     parts = {
         "compute, measured": compute_s,
         "tp": slots * (stage.layers * _one(tp) + stage.first * _one(ends)),
         "cp": slots * stage.layers * _one(cp),
+        "ep": slots * stage.layers * _one(ep),
         "dp": slots * stage.layers * fsdp + reduced,
         "pp": slots * _one(ops_s(handover(c, c.micro), rates)),
     }
@@ -116,11 +122,6 @@ def _one(value: Any) -> float:
 def _slots(c: Columns) -> float:
     """Micro batches of the busiest rank; a smaller last one counts its share."""
     return _one(c.share / c.micro)
-
-
-def _params(c: Columns, stage: MeasuredStage) -> Floats:
-    """Of one tensor rank: its layers, and a table at each end of the model."""
-    return (stage.layers * c.layer_weights + (stage.first + stage.last) * c.vocab * c.hidden) / c.tp
 
 
 def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
@@ -200,4 +201,4 @@ def least_bytes(c: Columns) -> tuple[float, float, float, float]:
 
     layer = [op for op in decoder_layer(c, c.micro) if op.kind != "copy"]
     ends = moved(embedding(c, c.micro)), moved(head(c, c.micro))
-    return moved(layer), *ends, moved(update(c, c.shards, c.shards))
+    return moved(layer), *ends, moved(update(c, c.shards))

@@ -27,6 +27,7 @@ from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate, once_ops, part_of
 from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
 from fourfold.cost.step.rates import rates_of
+from fourfold.cost.step.traffic import sent_copies
 from fourfold.result.report import Prediction
 from fourfold.spec.words import SCHEDULES, Schedule
 
@@ -245,7 +246,7 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
             own = part or {"dp": "dp_comm", "": "optimizer"}.get(axis if op in once else "-", "")
             seconds = _one(_dp_s(c, op) if axis == "dp" else rates.seconds(op))
             again = _one(op.again) if op.phase == "forward" else 0.0
-            row = _row(op, own or part_of(op), count, seconds)
+            row = _row(c, op, own or part_of(op), count, seconds)
             rows.append(row if part else replace(row, keeps=_one(kept_bytes(c, [op], coef))))
             if again:
                 more = {"phase": "recompute", "part": part or "recompute", "times": again * count}
@@ -258,8 +259,13 @@ def _dp_s(c: Columns, op: Op) -> Any:
     return op.times * op.halves * op.bytes / c.net
 
 
-def _row(op: Op, part: str, count: float, seconds: float) -> OpRow:
+def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
     shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind.endswith("product") else ()
+    flops = 2.0 * float(np.prod(shape)) * _one(op.groups) if shape else 0.0
+    if op.kind == "attention":  # the causal half of two products, and of four backwards
+        square = 4.0 * op.m * (c.seq / c.cp) * (c.core_width / c.tp) * c.reach
+        flops = _one(square) / (2.0 if op.phase == "forward" else 1.0)
+    copies = sent_copies(c) if op.axis == "ep" else 1.0
     return OpRow(
         name=op.name,
         kind=op.kind,
@@ -267,9 +273,9 @@ def _row(op: Op, part: str, count: float, seconds: float) -> OpRow:
         axis=op.axis,
         part=part,
         shape=shape,
-        times=count * _one(op.share),
-        flops=2.0 * float(np.prod(shape)) * _one(op.groups) if shape else 0.0,
-        bytes=_one(op.bytes * op.halves),
+        times=count * _one(op.share * op.times),
+        flops=flops,
+        bytes=_one(op.bytes * op.halves * copies),
         keeps=0.0,
         alone_s=count * seconds,
         step_s=0.0,

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost import experts
-from fourfold.cost.columns import DEFAULTS, OPTIMIZERS, Columns, columns
+from fourfold.cost.columns import BY_COST, DEFAULTS, OPTIMIZERS, Columns, columns
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
-from fourfold.cost.step.pipeline import BY_COST
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
 from fourfold.spec.layout import MODEL_AXES

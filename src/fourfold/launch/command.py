@@ -130,22 +130,10 @@ def run_command(
 ) -> Ended:
     """Returns when no process of it is left, however it ended; Ctrl-C and SIGTERM end it too."""
     began, kills = time.monotonic(), kernel_kills()
-    mark = str(new_mark(folder))
-    with open(folder / LOG_FILE, "ab") as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env, "PYTHONUNBUFFERED": "1", VARIABLE: mark},
-                start_new_session=True,
-            )
-        except OSError as error:
-            rule, hint = f"cannot be started ({error.strerror})", "check the engine's template"
-            raise UserError(rule, field="command", value=command[0], hint=hint) from None
+    mark, process = str(new_mark(folder)), None
     try:
-        with stop_signals(None):
+        with stop_signals(None):  # also while it is being started
+            process = _started(command, {**env, VARIABLE: mark}, folder)
             code, limit, steps, start_s = watched(process.poll, folder, watch)
     finally:
         _end(process, folder)
@@ -158,6 +146,24 @@ def run_command(
         log=folder / LOG_FILE,
         kernel_kills=kernel_kills() - kills,
     )
+
+
+def _started(
+    command: Sequence[str], env: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
+    with open(folder / LOG_FILE, "ab") as log:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            rule, hint = f"cannot be started ({error.strerror})", "check the engine's template"
+            raise UserError(rule, field="command", value=command[0], hint=hint) from None
 
 
 def watched(
@@ -208,8 +214,14 @@ def _take(log: Path, read: dict[Path, int], watch: Watch, steps: int) -> int:
     return steps
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
     """Asked first, then killed: the group, and whatever left it but carries the mark."""
+    if process is not None:
+        _end_group(process)
+    end_leftovers(folder, own=True)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _END_S
@@ -218,4 +230,3 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    end_leftovers(folder, own=True)

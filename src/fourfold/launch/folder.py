@@ -46,13 +46,12 @@ _OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_F
 @contextlib.contextmanager
 def job_folder(folder: Path) -> Iterator[None]:
     """Made or emptied of what a job leaves, with no process of an earlier start in it."""
-    with contextlib.ExitStack() as stack:
+    rule, hint = "is a symbolic link, which a job folder may not be", "pass the folder it points to"
+    with _as_user_error(folder):
+        check.that(not folder.is_symlink(), "folder", str(folder), rule, hint)
+        folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder, os.O_NOFOLLOW):
         with _as_user_error(folder):
-            rule = "is a symbolic link, which a job folder may not be"
-            hint = "pass the folder it points to"
-            check.that(not folder.is_symlink(), "folder", str(folder), rule, hint)
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(folder, os.O_NOFOLLOW))
             end_leftovers(folder)
             for path in (path for pattern in _OURS for path in folder.glob(pattern)):
                 _remove(path)
@@ -60,30 +59,11 @@ def job_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """No second start in a folder that exists, even where somebody has removed files from it."""
-    with contextlib.ExitStack() as stack:
-        with _as_user_error(folder):
-            stack.enter_context(_locked(folder))
-        yield
-
-
-def end_processes_of(folder: Path) -> int:
-    """End what a killed launcher left running for this job folder, and say how many. Where a living
-    one works there, nothing is."""
-    if folder.is_symlink() or not folder.is_dir():
-        return 0
-    try:
-        with _locked(folder, os.O_NOFOLLOW):
-            return end_leftovers(folder)
-    except UserError:
-        return 0
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
-    """The kernel's lock, on the folder and not on its name; gone when this process is."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+def exclusive(folder: Path, flags: int = 0) -> Iterator[None]:
+    """No second start in a folder that exists, even where somebody has removed files from it: the
+    kernel's lock, on the folder and not on its name; gone when this process is."""
+    with _as_user_error(folder):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
     try:
         # Some network file systems lock no folders; a training has a lock file besides.
         with contextlib.suppress(OSError):
@@ -95,6 +75,18 @@ def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def end_processes_of(folder: Path) -> int:
+    """End what a killed launcher left running for this job folder, and say how many. Where a living
+    one works there, nothing is."""
+    if folder.is_symlink() or not folder.is_dir():
+        return 0
+    try:
+        with exclusive(folder, os.O_NOFOLLOW):
+            return end_leftovers(folder)
+    except UserError:
+        return 0
 
 
 def set_aside(folder: Path, task: int) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from fourfold.errors import UserError
 from fourfold.result.job import Job
-from fourfold.result.machine import host_memory_bytes, listed_gpus
+from fourfold.result.machine import host_memory_bytes, lacks_instructions, listed_gpus
 from fourfold.spec import RunSpec, check
 from fourfold.spec.site import Env, require_plain
 from fourfold.units import counted, show_bytes
@@ -40,6 +40,14 @@ def kind_of(spec: RunSpec) -> str:
     if spec.device != "auto":
         return spec.device
     return "cuda" if gpu_count() >= spec.gpus else "cpu"
+
+
+def emulated(spec: RunSpec) -> str:
+    """What to know of a run on this host whose dtype its CPU has no instructions for; else ''."""
+    dtype = spec.policy.dtypes.compute
+    if kind_of(spec) == "cuda" or not lacks_instructions(dtype):
+        return ""
+    return f"this CPU has no {dtype} instructions, torch emulates them slowly: try --precision fp32"
 
 
 def require_gpus(

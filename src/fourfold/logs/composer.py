@@ -110,8 +110,10 @@ def facts_of(flat: Flat) -> Flat:
     tp = whole(flat.get("tp_config.tensor_parallel_degree")) or 1
     kernel = flat.get("model.attn_config.attn_impl", "flash")
     full = flat.get("fsdp_config.activation_checkpointing", "false").lower()
+    is_mpt = flat.get("model.name") == "mpt_causal_lm"  # else the YAML names a model, no sizes
+    tied = flat.get("model.tie_word_embeddings", "true").lower() != "false"
     return {
-        "family": "mpt" if flat.get("model.name") == "mpt_causal_lm" else "",
+        "family": "mpt" if is_mpt else "",
         "unmodelled": "experts" if "moe" in flat.get("model.ffn_config.ffn_type", "") else "",
         "n_layers": flat.get("model.n_layers", ""),
         "d_model": str(hidden or ""),
@@ -119,7 +121,7 @@ def facts_of(flat: Flat) -> Flat:
         "n_kv_heads": kv,
         "d_ff": str(int(ratio * hidden)) if hidden else "",
         "vocab": flat.get("model.vocab_size", ""),
-        "tied": str(int(flat.get("model.tie_word_embeddings", "true").lower() != "false")),
+        "tied": str(int(tied)) if is_mpt else "",
         "seq_len": flat.get("max_seq_len", flat.get("variables.max_seq_len", "")),
         "n_gpus": gpus,
         "tp": str(tp), "cp": "1", "pp": "1", "vpp": "1",

@@ -14,8 +14,19 @@ import re
 from datetime import datetime
 
 from fourfold.logs.book import Book
+from fourfold.logs.experts import config_columns
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, fsdp_sharding, is_none, number, whole, yes
+from fourfold.logs.nested import (
+    ADAPTERS,
+    OFFLOADED,
+    Flat,
+    Nested,
+    fsdp_sharding,
+    is_none,
+    number,
+    whole,
+    yes,
+)
 from fourfold.logs.series import StepLine
 from fourfold.spec.layout import AXES
 
@@ -38,16 +49,10 @@ _BAR = re.compile(
 )
 _LOSS = re.compile(r"\{'loss': '?([^,'}]{1,40})'?, .{0,200}'learning_rate': .{0,200}'epoch': ")
 _RUNTIME = re.compile(r"\{'train_runtime': '?([0-9.]{1,20})'?, 'train_samples_per_second'")
-_DUMPS = (("json = {", "ds."), ("TrainingArguments(", "args."), ("Model config ", "model."))
-_FAMILIES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt",
-    "gpt_neox": "gpt", "opt": "gpt",
-}  # fmt: skip
-_SIZES = {
-    "n_layers": ("num_hidden_layers", "n_layer"), "d_model": ("hidden_size", "n_embd"),
-    "n_heads": ("num_attention_heads", "n_head"), "n_kv_heads": ("num_key_value_heads",),
-    "d_ff": ("intermediate_size",), "vocab": ("vocab_size",),
-}  # fmt: skip
+# What peft says of the weights that are trained.
+_ADAPTERS = re.compile(r"\btrainable params: [0-9,]{1,20} \|\| all params: [0-9,]{1,20} \|\|")
+_MODEL, _MOST_TEXT = "model.", 2**20
+_DUMPS = (("json = {", "ds."), ("TrainingArguments(", "args."), ("Model config ", _MODEL))
 
 
 class DeepSpeed:
@@ -59,6 +64,7 @@ class DeepSpeed:
         self.book = book
         self._said: Flat = {}
         self._nested: tuple[Nested, str] | None = None
+        self._text = ""  # of the dump that is open
         self._before: tuple[int, float] | None = None
         self._has_speed = False
         self._total = self._bar = 0
@@ -85,6 +91,9 @@ class DeepSpeed:
         elif "{'loss'" in text and _LOSS.search(text):
             self._said["trainer"] = "1"
             self._total = self._total or self._bar
+        elif "trainable params: " in text and _ADAPTERS.search(text):
+            self._said["peft.is_used"] = "True"
+            self._say()
         elif "{'train_runtime'" in text and (found := _RUNTIME.search(text)):
             self._ended(number(found.group(1)))
         else:
@@ -154,7 +163,7 @@ class DeepSpeed:
     def _dump(self, text: str) -> bool:
         for words, prefix in _DUMPS:
             if words in text and text.rstrip().endswith(("{", "(")):
-                self._nested = (Nested(), prefix)
+                self._nested, self._text = (Nested(), prefix), ""
                 self._feed(text[text.index(words) + len(words) - 1 :])
                 return True
         return False
@@ -163,8 +172,12 @@ class DeepSpeed:
         assert self._nested is not None
         nested, prefix = self._nested
         nested.feed(text)
+        if len(self._text) < _MOST_TEXT:
+            self._text += text
         if nested.is_done:
-            self._said |= {f"{prefix}{name}": value for name, value in nested.flat.items()}
+            flat = config_columns(self._text) if prefix == _MODEL else nested.flat
+            said = {name: v for name, v in self._said.items() if not name.startswith(prefix)}
+            self._said = said | {f"{prefix}{name}": value for name, value in flat.items()}
             self._nested = None
             self._say()
 
@@ -198,9 +211,8 @@ def facts_of(said: Flat) -> Flat:
         ranks = total // (micro * steps) if total % (micro * steps) == 0 else None
     alone = dict.fromkeys((*AXES, "vpp"), "1") | {"dp": str(ranks)} if ranks else {}
     return alone | {
-        **{name: first(*(f"model.{one}" for one in names)) for name, names in _SIZES.items()},
-        "family": _FAMILIES.get(said.get("model.model_type", ""), ""),
-        "tied": {"true": "1", "false": "0"}.get(said.get("model.tie_word_embeddings", ""), ""),
+        **{n.removeprefix(_MODEL): v for n, v in said.items() if n.startswith(_MODEL)},
+        **_unmodelled(said),
         "n_gpus": str(ranks or ""),
         "mbs": str(whole(each) or ""),
         "gbs": str(whole(batch) or ""),
@@ -210,6 +222,17 @@ def facts_of(said: Flat) -> Flat:
             said.get("args.gradient_checkpointing", ""), ""
         ),
     }
+
+
+def _unmodelled(said: Flat) -> Flat:
+    """Of how the model is trained, beside what its own config may ask for."""
+    if "peft.is_used" in said:
+        return {"unmodelled": ADAPTERS}
+    places = [said.get(f"ds.zero_optimization.offload_{what}.device", "none")
+              for what in ("optimizer", "param")]  # fmt: skip
+    fsdp = " ".join(v for n, v in said.items() if n.startswith("args.fsdp") and "config" not in n)
+    is_offloaded = any(place in ("cpu", "nvme") for place in places) or "offload" in fsdp.lower()
+    return {"unmodelled": OFFLOADED} if is_offloaded else {}
 
 
 def _sharding(said: Flat) -> str:

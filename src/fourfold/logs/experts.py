@@ -1,32 +1,31 @@
-"""Experts of a run, as its engine prints them, in columns of the reference schema; and the model of
-a torchtitan run. Up to 0.2 its sizes are printed; 0.3 prints its name and number of
-parameters, and the sizes of every layer only with the whole configuration (`debug.print_config`).
-"""
+"""Experts of a run as Megatron prints them, and models that are known by their config or name, in
+columns of the reference schema."""
 
 from __future__ import annotations
 
 import re
-from functools import cache
 
-from fourfold.cost.count.params import model_params
-from fourfold.logs.nested import Flat, is_none, number, whole, yes
-from fourfold.spec import ModelShape, catalog
+from fourfold.errors import UserError
+from fourfold.logs.nested import Flat, is_none, pattern, whole, yes
+from fourfold.spec import ModelShape, texts
+from fourfold.spec.hf.shapes import shape_from_config
 
 _WORDS = re.compile(r"[a-z][a-z_]+")
 _SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-_BACKENDS = {"standard": "alltoall"}
-# torchtitan 0.3 prints a dispatcher's settings without its name: what only that one has.
-_TOLD_BY = {"non_blocking_capacity_factor": "hybridep", "cudagraphable": "deepep"}
-_TITAN_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
+# Of both parts of a key, as torchtitan calls them.
+KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
+
+
+def expert_count(args: Flat) -> int:
+    return whole(args.get("num_experts")) or whole(args.get("num_moe_experts")) or 0
 
 
 def megatron_experts(args: Flat) -> Flat:
     """{} of a dense model; 'unmodelled' where the layers with experts follow no rule of ours."""
-    count = whole(args.get("num_experts")) or whole(args.get("num_moe_experts")) or 0
-    is_latent = yes(args.get("multi_latent_attention"))
+    count, is_latent = expert_count(args), yes(args.get("multi_latent_attention"))
     if count < 2:
         return {"unmodelled": "latent attention"} if is_latent else {}
-    known = _latent(args, "qk_head_dim", "qk_pos_emb_head_dim") if is_latent else {}
+    known = latent_facts(args, "qk_head_dim", "qk_pos_emb_head_dim") if is_latent else {}
     given = {
         "experts": str(count),
         "experts_per_token": args.get("moe_router_topk"),
@@ -44,17 +43,30 @@ def megatron_experts(args: Flat) -> Flat:
         "dispatcher": _dispatcher(args),
         "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
         "routing": _routing(args),
-        "recompute_modules": _modules(args),
+        "recompute_modules": recomputed(args),
         "cuda_graph": _graphs(args),
         "family": _family(args),
     }  # fmt: skip
+
+
+def config_columns(text: str) -> Flat:
+    """Of a model's config.json behind its class, on ranks that hold all experts; 'unmodelled' where
+    it cannot be read exactly, or asks for windows, which the schema has no column for."""
+    try:
+        shape = shape_from_config(texts.parse_json(text[text.find("{") :]))
+    except UserError as error:
+        return {"unmodelled": f"a model whose {error}"}
+    facts = model_columns(shape)
+    if shape.window:
+        facts["unmodelled"] = f"windows of {shape.window} tokens"
+    return facts | ({"ep": "1", "etp": "1", "routing": "natural"} if shape.experts else {})
 
 
 def _first(args: Flat, *names: str) -> str | None:
     return next((args[name] for name in names if not is_none(args.get(name))), None)
 
 
-def _latent(args: Flat, nope_name: str, rope_name: str) -> Flat:
+def latent_facts(args: Flat, nope_name: str, rope_name: str) -> Flat:
     """Latent attention; engines differ in what they call the two parts of a key."""
     nope, rope = whole(args.get(nope_name)), whole(args.get(rope_name))
     return {
@@ -72,8 +84,7 @@ def _placed(args: Flat) -> Flat:
     said = args.get("moe_layer_freq", "1")
     if (every := whole(said)) is not None:
         return {"moe_every": str(every)} if every > 1 else {}
-    kinds = [int(sign) for sign in re.findall(r"[01]", said)]
-    return placed(kinds)
+    return placed(pattern(said))
 
 
 def placed(kinds: list[int]) -> Flat:
@@ -99,10 +110,12 @@ def _routing(args: Flat) -> str:
     return "natural" if is_none(args.get("moe_expert_capacity_factor")) else "drop"
 
 
-def _modules(args: Flat) -> str:
-    if args.get("recompute_granularity") != "selective":
+def recomputed(args: Flat) -> str:
+    """Modules of selective recompute; '' where none are named."""
+    said = args.get("recompute_modules")
+    if args.get("recompute_granularity") != "selective" or is_none(said):
         return ""
-    return " ".join(_WORDS.findall(args.get("recompute_modules", "")))
+    return " ".join(_WORDS.findall(said or ""))
 
 
 def _graphs(args: Flat) -> str:
@@ -123,174 +136,23 @@ def _family(args: Flat) -> str:
     return "qwen-moe" if yes(args.get("qk_layernorm")) else "mixtral"
 
 
-def titan_experts(args: Flat) -> Flat:
-    """Of the model that torchtitan up to 0.2 prints, whose fields stand under moe_args."""
-    moe = {name.rpartition("moe_args.")[2]: value for name, value in args.items()
-           if "moe_args." in name}  # fmt: skip
-    count = whole(moe.get("num_experts")) or 0
-    has_latent = "kv_lora_rank" in args
-    if count < 2 or not (has_latent or yes(args.get("moe_enabled"))):
-        return {}
-    width = whole(args.get("moe_inter_dim")) or 0
-    shared = (whole(moe.get("num_shared_experts")) or 0) * width
-    facts = {
-        "experts": str(count),
-        "experts_per_token": moe.get("top_k", ""),
-        "expert_ffn": str(width or ""),
-        "shared_ffn": str(shared or ""),
-        "dense_layers": str(whole(args.get("n_dense_layers")) or ""),
-        "head_dim": args.get("head_dim", ""),
-        "family": "deepseek" if has_latent else "qwen-moe",
-    }
-    if has_latent:
-        facts |= _latent(args, *_TITAN_KEYS) | {"d_ff": args.get("inter_dim", "")}
-    return facts
-
-
-def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
-    """Of 0.3, whose configuration lists every layer: its fields, by layer."""
-    routed = fields.get("moe.num_experts", {})
-    if not routed:
-        return {}
-
-    def said(name: str) -> str:
-        values = {value for at, value in fields.get(name, {}).items() if at in routed}
-        return values.pop() if len(values) == 1 else ""
-
-    latent = {name.rpartition(".")[2]: said(name) for name in fields if name.count(".") == 1}
-    dispatcher = [kind for name, kind in _TOLD_BY.items()
-                  if f"moe.routed_experts.token_dispatcher.{name}" in fields]  # fmt: skip
-    facts = {
-        "experts": said("moe.num_experts"),
-        "experts_per_token": said("moe.router.top_k"),
-        "expert_ffn": said("moe.routed_experts.inner_experts.hidden_dim"),
-        "shared_ffn": said("moe.shared_experts.w1.out_features"),
-        "dispatcher": dispatcher[0] if dispatcher else "alltoall",
-        "head_dim": said("attention.head_dim"),
-        "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
-    }
-    if latent.get("kv_lora_rank"):
-        facts |= _latent(latent, *_TITAN_KEYS)
-        facts["n_kv_heads"] = said("attention.n_heads")
-    return facts | placed([int(at in routed) for at in range(layers)])
-
-
-def titan_layout(flat: Flat) -> Flat:
-    """What its configuration says of the exchange; 'forced' only where it is on."""
-    backend = flat.get("parallelism.expert_parallel_comm_backend", "")
-    forced = flat.get(
-        "debug.moe_force_load_balance", flat.get("training.debug_moe_force_load_balance")
-    )
-    return {
-        "_ep": flat.get("parallelism.expert_parallel_degree", ""),
-        "_etp": flat.get("parallelism.expert_tensor_parallel_degree", ""),
-        "_dispatcher": _BACKENDS.get(backend, backend),
-        "_forced": str(int(yes(forced))) if forced is not None else "",
-    }
-
-
-def titan_placed(facts: Flat) -> Flat:
-    """Together: with tp and without ep, experts are cut as other layers are."""
-    if not facts.get("experts"):
-        return {}
-    ep = whole(facts.get("_mesh_ep") or facts.get("_ep")) or 1
-    etp = whole(facts.get("_mesh_etp") or facts.get("_etp")) or 1
-    tp = whole(facts.get("tp")) or 1
-    return {
-        "ep": str(ep),
-        "etp": str(tp if ep == 1 else etp),
-        "dispatcher": facts.get("dispatcher") or facts.get("_dispatcher") or "alltoall",
-        "routing": "forced" if facts.get("_forced") == "1" else "natural",
-    }
-
-
-# 'model_spec.model.layers.31.attention.n_heads'
-_LAYER = re.compile(r"model_spec\.model\.layers\.([0-9]{1,6})\.(\S+)")
-_ANY_LENGTH = 8192  # positions of these models have no weights
-
-
-def printed_sizes(flat: Flat) -> Flat:
-    """Of what 0.2 prints behind 'Building NAME FLAVOR with'."""
-    hidden, heads = whole(flat.get("dim")), flat.get("n_heads", "")
-    ffn = whole(flat.get("hidden_dim"))
-    if ffn is None and hidden and "multiple_of" in flat:
-        wide = int(2 * 4 * hidden / 3)
-        wide = int((number(flat.get("ffn_dim_multiplier")) or 1.0) * wide)
-        step = max(1, whole(flat.get("multiple_of")) or 1)
-        ffn = step * -(-wide // step)
-    given = {
-        "n_layers": flat.get("n_layers"),
-        "d_model": flat.get("dim"),
-        "n_heads": heads,
-        "n_kv_heads": flat["n_kv_heads"] if whole(flat.get("n_kv_heads")) else heads,
-        "d_ff": str(ffn or ""),
-        "vocab": flat.get("vocab_size"),
-        "_max_len": flat.get("max_seq_len"),
-    }
-    known = {name: str(whole(value) or "") for name, value in given.items()}
-    known |= {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
-    routed = titan_experts(flat)
-    experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
-    if experts and not routed and "llama3" not in flat.get("name", ""):
-        known["unmodelled"] = f"{experts[0]} experts"
-    return known | routed
-
-
-def configured_sizes(flat: Flat) -> Flat:
-    """Of the model in 0.3's configuration, where every layer is listed; {} where there is none.
-    Layers that differ are not what the schema can say."""
-    layers: dict[str, dict[int, str]] = {}
-    numbers = set()
-    for path, value in flat.items():
-        if found := _LAYER.fullmatch(path):
-            numbers.add(int(found[1]))
-            layers.setdefault(found[2], {})[int(found[1])] = value
-    if not numbers:
-        return {}
-    fields = {name: set(values.values()) for name, values in layers.items()}
-    heads = fields.get("attention.n_heads", {""})
-    groups = {value for value in fields.get("attention.n_kv_heads", set()) if whole(value)}
-    given = {
-        "n_heads": heads,
-        "n_kv_heads": groups or heads,
-        "d_ff": fields.get("feed_forward.w1.out_features", {""}),
-    }
-    known = {name: next(iter(values)) for name, values in given.items() if len(values) == 1}
-    known |= {
-        "n_layers": str(len(numbers)),
-        "d_model": flat.get("model_spec.model.dim", ""),
-        "vocab": flat.get("model_spec.model.vocab_size", ""),
-        "tied": str(int(yes(flat.get("model_spec.model.enable_weight_tying")))),
-        "family": "llama",
-    }
-    if routed := titan_layers(layers, len(numbers)):
-        known |= {"d_ff": routed["expert_ffn"]} if "d_ff" not in known else {}
-        return known | routed
-    if any(len(values) > 1 for values in given.values()):
-        known["unmodelled"] = "layers of several sizes"
-    return known
-
-
-def sizes_by_count(model: str, parameters: str) -> Flat:
-    """Of the catalogue's model with exactly so many parameters, where the log says 'llama3-8b' and
-    the number, and nothing else; {} where there is none, or models of several sizes."""
-    if not model.startswith(("llama", "qwen")):
-        return {}
-    count = whole(parameters)
-    found = {_sizes(shape) for shape in _shapes() if model_params(shape, _ANY_LENGTH) == count}
-    return dict(found.pop()) if len(found) == 1 else {}
-
-
-@cache
-def _shapes() -> list[ModelShape]:
-    return [catalog.model(name) for name in catalog.model_names()]
-
-
-def _sizes(shape: ModelShape) -> tuple[tuple[str, str], ...]:
-    sizes = {
-        "n_layers": shape.layers, "d_model": shape.hidden, "n_heads": shape.heads,
-        "n_kv_heads": shape.kv_heads, "d_ff": shape.ffn, "vocab": shape.vocab,
-        "tied": int(shape.tied),
+def model_columns(shape: ModelShape) -> Flat:
+    """Of a model that is known by name."""
+    moe, latent = shape.moe, shape.latent
+    sizes: dict[str, object] = {
+        "family": shape.family, "n_layers": shape.layers, "d_model": shape.hidden,
+        "n_heads": shape.heads, "n_kv_heads": shape.kv_heads, "head_dim": shape.head_size,
+        "d_ff": shape.ffn, "vocab": shape.vocab,
     }  # fmt: skip
-    known = {name: str(value) for name, value in sizes.items()}
-    return tuple((known | {"family": shape.family}).items())
+    if moe:
+        sizes |= {
+            "experts": shape.experts, "experts_per_token": shape.top_k, "expert_ffn": moe.ffn,
+            "shared_ffn": moe.shared_ffn, "dense_layers": moe.dense_first, "moe_every": moe.every,
+        }  # fmt: skip
+    if latent:
+        sizes |= {
+            "attn_kind": "mla", "kv_lora_rank": latent.kv_rank, "q_lora_rank": latent.q_rank,
+            "qk_rope_dim": latent.rope, "v_head_dim": latent.v,
+        }  # fmt: skip
+    known = {name: str(value) for name, value in sizes.items() if value}
+    return known | {"tied": str(int(shape.tied))}

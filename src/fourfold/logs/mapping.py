@@ -21,7 +21,7 @@ from typing import Any
 from fourfold.errors import UserError, nearest
 from fourfold.logs.nested import number
 from fourfold.logs.row import COLUMNS, NEEDED, Row, require_column, text_of
-from fourfold.spec import catalog, check, codec
+from fourfold.spec import catalog, check, texts
 
 _NAMES = catalog.data("columns.toml")
 _UNITS = {
@@ -55,7 +55,7 @@ class ColumnMap:
 
 
 def read_mapping(text: str) -> ColumnMap:
-    data = codec.parse_toml(text)
+    data = texts.parse_toml(text)
     for name in data:
         if name not in ("columns", "set", "values"):
             hint = nearest(name, ("columns", "set", "values"))

@@ -13,11 +13,10 @@ from fourfold.logs import nemo
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.megatron_args import facts_of
-from fourfold.logs.nested import Flat, Yaml, argument, number, whole, yes
+from fourfold.logs.nested import ADAPTERS, Flat, Yaml, argument, number, whole, yes
 from fourfold.logs.series import StepLine
 
 _ITERATION = re.compile(r"\biteration:?\s+([0-9]{1,12})\s*/\s*[0-9]{1,12}\s*\|")
-_FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
 _ELAPSED = re.compile(
     r"elapsed time per iteration \(?(ms|s)\)?:\s*([0-9.eE+-]{1,24})(?:/[0-9.eE+-]{1,24})?\s*\|"
 )
@@ -86,6 +85,8 @@ class Megatron:
             # What DeepSpeed read of its own file outweighs the argument.
             if pair[0] == "zero_optimization_stage" and pair[1] in ("0", "1", "2", "3"):
                 self.book.fact(sharding=f"zero{pair[1]}")
+        elif "Adding lora to: " in text:  # NeMo and Megatron-Bridge, for every module
+            self.book.fact(unmodelled=ADAPTERS)
         elif "group ranks" in text and (group := nemo.group_of(text)):
             self._groups |= dict([group])
             self.book.fact(**_layout(self._groups))
@@ -115,11 +116,11 @@ class Megatron:
             self.book.unreadable(line)
             return
         # Of two fields of a name the first: Argonne's fork prints TFLOPs by two formulas.
-        fields = {name.strip().lower(): value for name, value in reversed(_FIELD.findall(text))}
+        fields = {name.strip().lower(): value for name, value in reversed(nemo.FIELD.findall(text))}
         tflops = fields.get("tflops") or fields.get("throughput per gpu (tflop/s/gpu)")
         if "sop loss" in fields:
             self.book.fact(unmodelled="the losses of BERT")
-        elif "load_balancing_loss" in fields:  # of a router, whatever the log says of the model
+        elif any(name.endswith("load_balancing_loss") for name in fields):  # of a router
             self.book.run.facts.setdefault("unmodelled", "experts")
         batch = fields.get("global batch size") or fields.get("gloabl batch size")
         step = StepLine(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from fourfold.cost.scaling import CALLED
-from fourfold.logs.experts import megatron_experts
-from fourfold.logs.nested import Flat, bracketed, is_none, whole, words_of, yes
+from fourfold.logs.experts import expert_count, megatron_experts, recomputed
+from fourfold.logs.nested import OFFLOADED, Flat, bracketed, is_none, whole, words_of, yes
 from fourfold.spec.words import RECOMPUTE
 
 # Today's name <- those of GPT-NeoX, of Megatron's first releases and of its forks.
@@ -19,6 +21,23 @@ _OLD_NAMES = {
     "untie_embeddings_and_output_weights": ("no_weight_tying",),
     "num_experts": ("moe_num_experts",),
 }
+
+
+# The last one: Megatron-DeepSpeed's.
+_OFFLOADS = (
+    "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading",
+    "cpu_optimizer",
+)  # fmt: skip
+# Layers that are neither attention nor an MLP; their number is in num_layers all the same.
+_OTHER_LAYERS = {
+    "is_hybrid_model": "Mamba layers",
+    "hybrid_override_pattern": "Mamba layers",
+    "hybrid_layer_pattern": "Mamba layers",
+    "experimental_attention_variant": "another attention than softmax of all tokens",
+    "heterogeneous_layers_config_path": "layers of several sizes",
+}
+# Of a layer without experts, what selective recompute repeats; attention's core where nothing says.
+_MODULES = {"": "selective", "core_attn": "selective", "layernorm mlp": "norm+mlp"}
 
 
 def _renamed(args: Flat) -> Flat:
@@ -57,6 +76,7 @@ def facts_of(args: Flat) -> Flat:
         "d_model": args.get("hidden_size"),
         "n_heads": heads,
         "n_kv_heads": groups if grouped and not is_none(groups) else heads,
+        "head_dim": args.get("kv_channels"),
         "d_ff": args.get("ffn_hidden_size"),
         "vocab": args.get("padded_vocab_size"),
         "seq_len": args.get("seq_length"),
@@ -68,11 +88,10 @@ def facts_of(args: Flat) -> Flat:
         "mbs": args.get("micro_batch_size"),
         "gbs": args.get("global_batch_size"),
     }
-    counts = {name: str(whole(value) or "") for name, value in given.items()}
-    stages = whole(args.get("virtual_pipeline_model_parallel_size"))
+    counts = {name: str(whole(value) or "") for name, value in given.items()} | _unmodelled(args)
     split = yes(args.get("sequence_parallel")) and counts["tp"] not in ("", "1")
     return counts | {
-        "vpp": str(stages or 1),
+        "vpp": str(whole(args.get("virtual_pipeline_model_parallel_size")) or 1),
         "tied": str(int(not yes(args.get("untie_embeddings_and_output_weights")))),
         "family": _family(args),
         "sharding": _sharding(args),
@@ -84,6 +103,17 @@ def facts_of(args: Flat) -> Flat:
         "steps_of": words_of(args),
         **megatron_experts(args),
     }
+
+
+def _unmodelled(args: Flat) -> Flat:
+    if any(yes(args.get(name)) for name in _OFFLOADS):
+        return {"unmodelled": OFFLOADED}
+    for name, words in _OTHER_LAYERS.items():
+        if args.get(name, "").lower() not in ("", "none", "null", "false", "0", "0.0"):
+            return {"unmodelled": words}
+    window = re.search(r"-?[0-9]{1,9}", args.get("window_size", ""))
+    before = int(window[0]) if window else -1  # '(127, 0)': before and after; -1: all
+    return {} if before < 0 else {"unmodelled": f"windows of {before + 1} tokens"}
 
 
 def _family(args: Flat) -> str:
@@ -149,6 +179,8 @@ def _recompute(args: Flat) -> str:
         loops = whole(args.get("virtual_pipeline_model_parallel_size")) or 1
         is_all = layers and total and stages and layers * stages * loops >= total
         return "full" if is_all else f"block-{layers}" if layers else ""
+    if kind == "selective" and expert_count(args) < 2:  # whose modules have a column of their own
+        return _MODULES.get(" ".join(sorted(recomputed(args).split())), "")
     return kind if kind in RECOMPUTE else ""
 
 

@@ -103,9 +103,10 @@ def _step(step: Mapping[str, Any]) -> StepLine | None:
 
 # Line and cells of each; None where a line is not an object.
 Items = Iterator[tuple[int, dict[str, Any] | None]]
-# Headings in lower case without blanks, dashes and underscores.
-_STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch",
-         "currentsteps")  # fmt: skip
+# Headings in lower case without blanks, dashes and underscores; the first that a table has counts.
+# W&B's own '_step' counts calls of its log(), the optimizer's steps stand beside it.
+_STEP = ("trainglobalstep", "trainerglobalstep", "globalstep", "step", "iteration", "iter", "batch",
+         "timebatch", "currentsteps")  # fmt: skip
 _WALL = ("walltime", "timestamp", "time", "date", "elapsedtime")
 # Of LlamaFactory's trainer_log.jsonl: '5:13:22', '1 day, 0:00:01'.
 _CLOCK = re.compile(r"(?:([0-9]{1,4}) days?, )?([0-9]{1,3}):([0-9]{2}):([0-9]{2})")
@@ -232,13 +233,14 @@ class _Metrics:
 def _metric(
     item: Mapping[str, Any], tag: tuple[str, float] | None
 ) -> tuple[StepLine, float | None] | None:
-    step = wall = None
+    wall = None
+    steps: dict[str, int | None] = {}
     found: dict[str, float] = {}
     loss = ""
     for name, cell in item.items():
         plain, value = plain_heading(str(name)), number(str(cell)) if cell is not None else None
-        if step is None and plain in _STEP:
-            step = whole(str(cell))
+        if plain in _STEP:
+            steps.setdefault(plain, whole(str(cell)))
         elif (wall is None and plain in _WALL) or name == "_timestamp":
             wall = value if value is not None else _clock(str(cell))
         kind = tag if plain == "value" and tag else _kind(str(name))
@@ -252,6 +254,7 @@ def _metric(
             loss = str(cell)
         else:
             found.setdefault(kind[0], value * kind[1])
+    step = next((steps[name] for name in _STEP if name in steps), None)
     if step is None or step < 0:
         return None
     line = StepLine(

@@ -1,4 +1,5 @@
-"""nanotron: `iteration: 4 / 10 | ... | elapsed_time_per_iteration_ms: 4.86K | ...`.
+"""nanotron: `iteration: 4 / 10 | ... | elapsed_time_per_iteration_ms: 4.86K | ...`; since 2025
+`time_per_iteration_ms`.
 
 Numbers have three digits and a letter for thousands; a line is of one iteration, not of those since
 the line before. `Config(...)` and the model's own config are pretty-printed before.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import re
 
 from fourfold.logs.book import Book
+from fourfold.logs.experts import placed
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, number, whole, words_of, yes
+from fourfold.logs.nested import Flat, Nested, is_none, number, whole, words_of, yes
 from fourfold.logs.series import StepLine
 
 _STEP = re.compile(r"\biteration: ([0-9]{1,12}) / [0-9]{1,12} \|")
@@ -20,6 +22,7 @@ _FIELD = re.compile(
 _PREFIX = re.compile(r"^.{0,60}?\[(?:DEBUG|INFO|WARNING|ERROR)\|DP=[^\]]{0,200}\]: ?")
 _SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _MEMORY = re.compile(r"Peak reserved: ([0-9.]{1,15})MiB")
+_ELAPSED = ("elapsed_time_per_iteration_ms", "time_per_iteration_ms")  # of 2024, since 2025
 _STARTS = ("Config(", "LlamaConfig(", "Starcoder2Config(", "Qwen2Config(")
 
 
@@ -57,12 +60,13 @@ class Nanotron:
             name: (number(digits) or 0.0) * _SCALE[letter]
             for name, digits, letter in _FIELD.findall(line.text)
         }
-        elapsed_ms = fields.get("elapsed_time_per_iteration_ms", 0.0)
+        old_ms, new_ms = (fields.get(name, 0.0) for name in _ELAPSED)
+        elapsed_ms = old_ms or new_ms
         if not 0 < elapsed_ms < 1e12 or not line.is_whole:
             self.book.unreadable(line)
             return True
         memory = fields.get("cuda_max_memory_reserved")
-        batch = fields.get("global_batch_size")
+        batch = fields.get("global_batch_size") if old_ms else None  # since 2025: tokens
         loss = fields.get("lm_loss")
         self.book.step(
             StepLine(
@@ -109,10 +113,32 @@ def model_facts(flat: Flat) -> Flat:
     }
     gated = not yes(flat.get("is_starcoder2_config"))
     known = {name: str(whole(value) or "") for name, value in given.items()}
-    experts = whole(flat.get("moe_num_experts")) or 0
-    known["unmodelled"] = f"{experts} experts" if experts > 1 else ""
     tied = yes(flat.get("tie_word_embeddings"))
-    return known | {"family": "llama" if gated else "gpt", "tied": str(int(tied))}
+    known |= {"family": "llama" if gated else "gpt", "tied": str(int(tied))}
+    return known | _experts(flat)
+
+
+def _experts(flat: Flat) -> Flat:
+    """Since 2025 they have a table of their own, which lists the layers that have them."""
+    experts = whole(flat.get("moe_num_experts")) or whole(flat.get("moe_config.num_experts")) or 0
+    if experts < 2 or "moe_config.top_k" not in flat:
+        return {"unmodelled": f"{experts} experts" if experts > 1 else ""}
+    table = {name.removeprefix("moe_config."): value for name, value in flat.items()}
+    routed = {value for name, value in table.items() if name.startswith("layers.")}
+    layers = range(whole(flat.get("num_hidden_layers")) or 0)
+    has_shared = yes(table.get("enable_shared_expert"))
+    capacity = table.get("moe_expert_capacity_factor")
+    return {
+        "unmodelled": "",
+        "family": "mixtral",
+        "experts": str(experts),
+        "experts_per_token": table["top_k"],
+        "expert_ffn": table.get("moe_intermediate_size") or flat.get("intermediate_size", ""),
+        "shared_ffn": table.get("shared_expert_intermediate_size", "") if has_shared else "",
+        "dispatcher": table.get("token_dispatcher_type", ""),
+        "routing": "natural" if is_none(capacity) else "drop",
+        "capacity_factor": "" if is_none(capacity) else str(capacity),
+    } | placed([int(routed == {"-1"} or str(at) in routed) for at in layers])
 
 
 def config_facts(flat: Flat) -> Flat:
@@ -131,6 +157,8 @@ def config_facts(flat: Flat) -> Flat:
     mode = flat.get("parallelism.tp_mode", "").lower()
     return facts | {
         "cp": str(cp),
+        "ep": flat.get("parallelism.expert_parallel_size", ""),
+        "etp": flat.get("parallelism.expert_tensor_parallel_size", "1"),
         "vpp": "1",
         "mbs": str(micro or ""),
         "seq_len": str(whole(flat.get("tokens.sequence_length")) or ""),

@@ -10,7 +10,8 @@ from fourfold.logs.nested import MOST_ENTRIES, Flat, is_none, number, whole
 from fourfold.logs.series import StepLine
 
 _LINE = re.compile(r"Training epoch [0-9]{1,9}, iteration ([0-9]{1,12})/[0-9]{1,12}\s*\|(.*)")
-_FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
+# Of Megatron's line, too.
+FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
 _BAR_TIME = re.compile(r"train_step_timing in s=([0-9.eE+-]{1,24})")
 _BAR_STEP = re.compile(r"global_step=([0-9]{1,12}(?:\.0{0,3})?)(?=[,\]\s])")
 _BAR_COUNT = re.compile(r"(?:\| |: )([0-9]{1,12})(?:/(?:[0-9]{1,12}|\?)|it) \[")
@@ -41,7 +42,7 @@ def line_of(text: str) -> tuple[StepLine | None, float | None] | None:
     found = _LINE.search(text)
     if found is None:
         return None
-    fields = {name.strip().lower(): value for name, value in _FIELD.findall(found.group(2))}
+    fields = {name.strip().lower(): value for name, value in FIELD.findall(found.group(2))}
     seconds = number(fields.get("train_step_timing in s"))
     if seconds is None or not 0 < seconds < 1e9:
         return None, None

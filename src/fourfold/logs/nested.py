@@ -43,6 +43,7 @@ def words_of(flat: Flat) -> str:
 
 
 Flat = dict[str, str]
+OFFLOADED, ADAPTERS = "states or activations on the host", "adapters"
 # Far beyond any printed configuration: a log must not fill the memory.
 MOST_ENTRIES, _MOST_CHARS, _MOST_DEPTH, _MOST_LINE = 20_000, 4_000, 64, 200_000
 _MOST_KEY, _MOST_PATH = 120, 500
@@ -251,3 +252,15 @@ def yes(text: str | None) -> bool:
 
 def is_none(text: str | None) -> bool:
     return (text or "").strip().lower() in ("", "none", "null", "~")
+
+
+_LISTS = re.compile(r"\[([01,]{1,4000})\](?:\*([0-9]{1,3}))?")
+_AGAIN = re.compile(r"\)\*([0-9]{1,3})$")
+
+
+def pattern(text: str) -> list[int]:
+    """Of '[0, 1, 1]', or of '([0]*3+[1]*58)' and '([0]+[1])*24' as a command line has it."""
+    text = text.replace(" ", "")
+    once = "".join(signs * int(times or 1) for signs, times in _LISTS.findall(text))
+    again = _AGAIN.search(text)
+    return [int(sign) for sign in re.findall(r"[01]", once)] * int(again[1] if again else 1)

@@ -7,6 +7,7 @@ name, the GPU of a named cluster. A row that still lacks a field is `incomplete`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from fourfold.cost.table.reference import EXPERT_COLUMNS, INCOMPLETE, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
-from fourfold.logs.nested import number, whole
+from fourfold.logs.experts import model_columns
+from fourfold.logs.nested import ADAPTERS, OFFLOADED, number, whole
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
@@ -22,13 +24,19 @@ from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import policy_word
 
 COLUMNS = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
-# After those of the schema: how the run ended, what is missing, and how step_s was found.
-EXTRA = ("outcome", "missing", "engine", "steps", "step_rule", "unread_lines", "log")
+# After those of the schema: how the run ended, what is missing, how step_s was found, and what no
+# column can say of the model or its training.
+EXTRA = (
+    "outcome", "missing", "engine", "steps", "step_rule", "unread_lines", "log", "unmodelled",
+)  # fmt: skip
 # Without these no row can be predicted, or only by guessing what was run.
 NEEDED = (
     "stack", "hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus",
     "tp", "pp", "dp", "sharding", "mbs", "gbs", "precision", "act_ckpt",
 )  # fmt: skip
+# What a run would have to be for the model to apply; else a dense model of equal layers.
+_WINDOWS = re.compile(r"windows of ([0-9]{1,9}) tokens")
+_WANTED = {OFFLOADED: "no-offload", ADAPTERS: "all-weights"}
 _OF_EXPERTS = ("experts_per_token", "expert_ffn")
 _COUNTS = (
     "gpus_per_node", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len",
@@ -39,10 +47,6 @@ _COUNTS = (
 _NUMBERS = (
     "step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs", "capacity_factor",
 )  # fmt: skip
-_MODEL = {
-    "family": "family", "n_layers": "layers", "d_model": "hidden", "n_heads": "heads",
-    "n_kv_heads": "kv_heads", "d_ff": "ffn", "vocab": "vocab",
-}  # fmt: skip
 _MOST_CHARS = 300
 
 
@@ -147,12 +151,20 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
         missing += [name for name in _OF_EXPERTS if not row[name]]
     if row["outcome"] == "ok" and not row["step_s"]:
         missing.append("step_s")
-    if row["unmodelled"]:
-        missing.append("dense-model")
-        row.notes.append(f"the model has {row['unmodelled']}, which is not modelled")
+    if row["unmodelled"] and not _is_covered(row):
+        missing.append(_WANTED.get(row["unmodelled"], "dense-model"))
+        row.notes.append(f"the run has {row['unmodelled']}, which is not modelled")
     row.cells["missing"] = " ".join(missing)
     row.cells["status"] = INCOMPLETE if missing else row["outcome"]
     return row
+
+
+def _is_covered(row: Row) -> bool:
+    """Experts that columns tell of; windows that no sequence of the run is longer than."""
+    window = _WINDOWS.fullmatch(row["unmodelled"])
+    if window:
+        return 0 < (whole(row["seq_len"]) or 0) <= int(window[1])
+    return bool(row["unmodelled"] == "experts" and row["experts"])
 
 
 def _tidy(row: Row) -> None:
@@ -220,8 +232,7 @@ def _named(row: Row) -> None:
     except UserError:
         model = None
     if model is not None and not row["n_layers"]:
-        row.fill(**{column: getattr(model, name) for column, name in _MODEL.items()})
-        row.fill(tied=int(model.tied))
+        row.fill(**model_columns(model))
     if row["cluster"] in catalog.cluster_names():
         place = catalog.cluster(row["cluster"])
         row.fill(hardware=place.device.id, gpus_per_node=place.host_gpus)

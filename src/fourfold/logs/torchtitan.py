@@ -11,16 +11,16 @@ import re
 
 from fourfold.logs import tables
 from fourfold.logs.book import Book
-from fourfold.logs.experts import (
+from fourfold.logs.lines import Line
+from fourfold.logs.nested import OFFLOADED, Flat, Nested, number, whole, words_of
+from fourfold.logs.series import StepLine
+from fourfold.logs.titan_model import (
     configured_sizes,
     printed_sizes,
     sizes_by_count,
     titan_layout,
     titan_placed,
 )
-from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, number, whole, words_of
-from fourfold.logs.series import StepLine
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE
@@ -56,6 +56,9 @@ _APPLIED = (
     ("Applied DDP", {"sharding": "zero0"}),
     # Outweighs the type of what is not quantised, which 0.3 prints later.
     ("Float8 training active", {"_products": "fp8"}),
+    ("Float8 tensorwise scaled training active", {"_products": "fp8"}),  # of 0.2
+    ("MX training active", {"_products": "fp8", "_scaling": "recipe mxfp8"}),
+    ("Applied CPU Offloading", {"unmodelled": OFFLOADED}),
     ("Float8 training active with recipe rowwise", {"_scaling": "recipe rowwise"}),
     ("MXFP8 training active", {"_products": "fp8", "_scaling": "recipe mxfp8"}),
     ("Linear layers to MXFP8Linear", {"_products": "fp8", "_scaling": "recipe mxfp8"}),

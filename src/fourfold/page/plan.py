@@ -19,7 +19,7 @@ from fourfold.show.plan_notes import capacities
 from fourfold.show.table import Grid, Part
 from fourfold.spec import Cluster, ModelShape
 from fourfold.spec.words import SHARDINGS
-from fourfold.units import counted
+from fourfold.units import counted, three_digits
 from fourfold.verbs.export import Exported, NotExported, export_all
 from fourfold.verbs.front import FrontPoint, front
 from fourfold.verbs.plan import best_timeline
@@ -184,23 +184,20 @@ def _mlp(model: ModelShape) -> str:
 
 
 def _machines(cluster: Cluster, answer: PlanAnswer) -> str:
-    hosts = -(-answer.gpus // cluster.host_gpus)
-    each = f"{hosts} hosts of {cluster.host_gpus}" if hosts > 1 else "one host of"
+    hosts = counted(-(-answer.gpus // cluster.host_gpus), "host")
+    each = f"{hosts} of {min(answer.gpus, cluster.host_gpus)}"
     memory = f"{cluster.device.memory_bytes / 2**30:.0f} GiB each"
     of = "" if cluster.name == cluster.device.id else f" ({cluster.name})"
     return f"{counted(answer.gpus, 'GPU')}, {each} x {cluster.device.name}, {memory}{of}"
 
 
 def _network(cluster: Cluster, gpus: int) -> str:
-    inner = [link for link in cluster.links if link.ranks <= cluster.host_gpus]
-    outer = [link for link in cluster.links if link.ranks > cluster.host_gpus]
+    inner, last = cluster.links[:-1] or cluster.links, cluster.links[-1]
     said = [f"{link.bytes_per_s / 1e9:.0f} GB/s per GPU within {link.name}" for link in inner]
-    if gpus > cluster.host_gpus:
-        said += [
-            f"{8 * link.bytes_per_s * cluster.host_gpus / 1e9:,.0f} Gbit/s per host ({link.name})"
-            for link in outer[:1]
-        ]
-    return ", ".join(said) or "one GPU"
+    if gpus > inner[-1].ranks:
+        rate = 8 * last.bytes_per_s * cluster.host_gpus / 1e9
+        said.append(f"{rate:,.0f} Gbit/s per host ({last.name})")
+    return ", ".join(said) if gpus > 1 else "one GPU"
 
 
 def _training(
@@ -211,8 +208,9 @@ def _training(
         return
     ends = best.training_s_low or 0.0, best.training_s_high or 0.0
     quick, slow = (end / best.training_s for end in ends)
-    days = best.training_s / 86400.0
-    took = f"{days:.3g} days (80%: {days * quick:.3g} to {days * slow:.3g})"
+    seconds = best.training_s, *ends
+    days, low, high = (three_digits(one / 86400.0) for one in seconds)
+    took = f"{days} days (80%: {low} to {high})"
     share = answer.training["lost_share"]
     lost = f", {100 * share:.1f}% of them not in steps: restarts, checkpoints, slow hosts"
     tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
@@ -234,7 +232,10 @@ def words_of(row: PlanRow) -> list[tuple[str, str]]:
         (f"pp{layout.pp}", "pipeline: " + (
             f"the layers are cut into {layout.pp} stages" if layout.pp > 1 else "layers are not cut"
         )),
-        (f"dp{layout.dp}", f"data: {layout.dp} ranks train on different sequences{copies}"),
+        (f"dp{layout.dp}", "data: " + (
+            f"{layout.dp} ranks train on different sequences{copies}" if layout.dp > 1
+            else "one group of ranks trains on all sequences"
+        )),
         (f"cp{layout.cp}", "context: " + (
             f"each sequence is cut into {layout.cp} parts" if layout.cp > 1
             else "sequences are not cut"

@@ -23,7 +23,7 @@ from fourfold.show.machines import said_of
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.tables.derive import derive
-from fourfold.tables.styles import EQUIVALENCE, MPT, TOPOLOGY, Column
+from fourfold.tables.styles import EQUIVALENCE, MPT, SETTINGS, TOPOLOGY, Column
 from fourfold.verbs.conformance import Conformance
 from fourfold.verbs.report import Report
 from fourfold.verbs.requests import ReportRequest
@@ -185,7 +185,7 @@ def _value(record: Record, column: Column) -> Any:
 def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
     """The style's own, after those without which rows that differ would look alike."""
     if style == "mpt":
-        own = list(MPT)
+        own = [column for column in (*MPT, SETTINGS) if column.needed(records)]
     elif style == "topology":
         own = [column for column in TOPOLOGY if column.needed(records)]
     else:

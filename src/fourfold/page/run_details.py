@@ -24,7 +24,7 @@ from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
 from fourfold.search.query import entry_for
-from fourfold.spec import Cluster, ModelShape, Ramp, RunSpec, catalog, codec
+from fourfold.spec import Cluster, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
 from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import local_guess, named_cluster
@@ -34,7 +34,7 @@ from fourfold.verbs.requests import PlanRequest, ReportRequest
 from fourfold.verbs.run_requests import OURS
 
 # Of a cluster that is described, not named.
-CLUSTER_FILE = "cluster.toml"
+CLUSTER_FILE, MODEL_FILE = "cluster.toml", "model.toml"
 _RUN_FLAGS = ("steps", "warmup", "data", "tag", "note")
 
 
@@ -46,7 +46,7 @@ def bench_command(spec: RunSpec) -> str:
         plain.pop("settle")
     elif not spec.settle:
         plain["warmup"] = spec.warmup  # which says that it is not to be prolonged
-    if not _is_preset(spec.model):
+    if not catalog.is_preset(spec.model):
         text = toml_text(
             {"model": model, **plain, "policy": plain.get("policy", {}) | {"env": env}}
         )
@@ -54,13 +54,6 @@ def bench_command(spec: RunSpec) -> str:
     words = ["fourfold", "bench", "--model", spec.model.name, *_flags(plain)]
     words += [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     return shell_line(words)
-
-
-def _is_preset(model: ModelShape) -> bool:
-    try:
-        return catalog.model(model.name) == model
-    except UserError:
-        return False
 
 
 def _flags(plain: Mapping[str, Any]) -> Iterator[str]:
@@ -75,8 +68,12 @@ def _flags(plain: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plan_command(request: PlanRequest) -> str:
-    """A cluster without a name needs a file, which is made."""
-    name = request.model if isinstance(request.model, str) else request.model.name
+    """A cluster or a model without a name needs a file, which is made."""
+    name, file = request.model, ""
+    if not isinstance(name, str):
+        is_preset = catalog.is_preset(name)
+        file = "" if is_preset else f"cat > {MODEL_FILE} <<'END'\n{codec.to_toml(name)}END\n"
+        name = name.name if is_preset else MODEL_FILE
     sizes = ("seq_len", "micro_batch", "global_batch")
     run = {
         "gpus": request.gpus,
@@ -85,9 +82,8 @@ def plan_command(request: PlanRequest) -> str:
         "policy": dict(request.policy),
     }
     words = ["--model", name, *_flags(dict(_given(run))), *_request_flags(request)]
-    file = ""
     if isinstance(request.cluster, Cluster):
-        file = f"cat > {CLUSTER_FILE} <<'END'\n{codec.to_toml(request.cluster)}END\n"
+        file += f"cat > {CLUSTER_FILE} <<'END'\n{codec.to_toml(request.cluster)}END\n"
     return file + shell_line(["fourfold", "plan", *words])
 
 

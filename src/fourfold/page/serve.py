@@ -18,10 +18,10 @@ from fourfold.page.guard import Guard, Served
 from fourfold.page.plan import PLAN_SCRIPTS
 from fourfold.page.planner import BusyError, Planner, SupersededError, count_ways, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
-from fourfold.spec import catalog, check, codec, words
+from fourfold.spec import catalog, check, texts, words
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.layout import EXPERT_AXES
-from fourfold.units import count_from, counted
+from fourfold.units import count_from, counted, three_digits
 from fourfold.verbs.question import EXPORTED
 from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
 
@@ -66,8 +66,8 @@ def _machines(asked: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, A
     text, network = asked.get("cluster_file", "").strip(), asked.get("network", "").strip()
     if text:
         check.that(len(text) <= _MOST_TEXT, "cluster file", text, "is too long")
-        data = codec.parse_json(text) if text.startswith("{") else codec.parse_toml(text)
-        device = data.get("device") if isinstance(data, dict) else None
+        data = texts.parse(text)
+        device = data.get("device")
         if isinstance(device, str) and device not in catalog.device_names():
             raise UserError("unknown GPU", field="device", value=device)
         return {"cluster": catalog.cluster_from(data), "gpu": None}
@@ -76,11 +76,12 @@ def _machines(asked: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, A
     if not given.get("gpu"):
         raise UserError("needs a GPU", field="network", hint="a cluster of the list has its own")
     device = catalog.device(given["gpu"])
-    gpus = given.get("gpus", device.domain * given.get("max_nodes", 1))
-    host_gpus = min(device.domain, 8, gpus)
+    gpus = given.get("gpus", device.usual_host_gpus * given.get("max_nodes", 1))
+    host_gpus = min(device.usual_host_gpus, gpus)
     described = ClusterRequest(
         name=f"{device.id} at {network}", gpu=device.id, network=network,
         hosts=-(-gpus // host_gpus), host_gpus=host_gpus,
+        nvlink_ranks=device.domain if device.links else None,
     )  # fmt: skip
     return {"cluster": fourfold.new_cluster(described).cluster, "gpu": None}
 
@@ -89,7 +90,7 @@ def _model(asked: Mapping[str, str]) -> Any:
     config = asked.get("config", "").strip()
     if config:
         check.that(len(config) <= _MOST_TEXT, "config.json", config, "is too long")
-        return shape_from_config(codec.parse_json(config), "config.json")
+        return shape_from_config(texts.parse_json(config), "config.json")
     name = asked.get("model", "").strip().lower()
     known = name in catalog.model_names()
     check.that(known, "model", name, "unknown model", "choose a preset or paste a config")
@@ -154,11 +155,15 @@ class Views:
         slow = best["training_s_high"] / 86400.0
         need = math.ceil(data["gpus"] * takes / days / data["host_gpus"]) * data["host_gpus"]
         said = (
-            f"{takes:.3g} days are more than the {days:g} there are: at this speed per GPU it "
-            f"takes about {counted(need, 'GPU')}"
+            f"{three_digits(takes)} days are more than the {days:g} there are: at this speed per "
+            f"GPU it takes about {counted(need, 'GPU')}"
             if late
-            else f"{takes:.3g} days are within the {days:g} there are"
-            + ("" if slow <= days else f"; at the slow end of the 80% interval {slow:.3g} are not")
+            else f"{three_digits(takes)} days are within the {days:g} there are"
+            + (
+                ""
+                if slow <= days
+                else f"; at the 80% interval's slow end {three_digits(slow)} are not"
+            )
         )
         return {"deadline": said}
 

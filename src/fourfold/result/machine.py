@@ -17,6 +17,7 @@ from typing import IO
 
 from fourfold.result.report import DeviceSample
 
+CPU_INFO = Path("/proc/cpuinfo")
 _EVERY_S = 0.2
 _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 
@@ -43,12 +44,29 @@ def torch_version() -> str:
 
 def cpu_name() -> str:
     """The model's name where the system tells it, else the architecture."""
+    return _of_cpu("model name") or platform.processor() or platform.machine()
+
+
+def _of_cpu(*names: str) -> str:
+    """The first line of the kernel's list with one of these names; '' where there is none."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPU_INFO.read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+
+# Instructions for products of 16 bits by the kernel's names, of x86 and Arm.
+_INSTRUCTIONS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "avx_ne_convert", "asimdhp"},
+}
+
+
+def lacks_instructions(dtype: str) -> bool:
+    """Whether this CPU's list of instructions has none for a dtype; False without one."""
+    known, wanted = _of_cpu("flags", "Features").split(), _INSTRUCTIONS.get(dtype, set())
+    return bool(known and wanted) and wanted.isdisjoint(known)
 
 
 def gpu_name() -> str:

@@ -38,9 +38,10 @@ REFERENCE_COLUMNS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """`stack`: the engine ('': ours, of a stored run). `model`: its name in the catalogue;
-    `model_json`: the whole shape as sorted JSON of a stored run, where equal texts are equal
-    models. `settings`: what else of its policy is not as usual ('loss_chunks=4 optimizer=...').
-    Seconds are of the steps after warm-up, bytes of the fullest rank.
+    `model_json`: the whole shape as sorted JSON, where equal texts are equal models (of a
+    table once it is published). `settings`: what else of its policy is not as usual
+    ('loss_chunks=4 optimizer=...'). Seconds are of the steps after warm-up, bytes of the fullest
+    rank.
 
     Of a table: `line` is the row's line in the file, `column` the heading for styles with one
     result a cell, `label` the name or size in the row itself; `variant` is what no column says of
@@ -204,8 +205,8 @@ RUN_FIELDS = tuple(KINDS)[: list(KINDS).index("style")]
 # The model, the machine, and how the run was set up.
 MODEL_FIELDS = ("label", "model", "layers", "hidden", "heads", "seq_len", "hardware")
 CONFIG = (
-    *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "gpus_per_node", "gpus", *AXES,
-    *EXPERT_AXES, "experts",
+    *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "model_json",
+    "gpus_per_node", "gpus", *AXES, *EXPERT_AXES, "experts",
     "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
     "offload", "variant", "equivalence",
 )  # fmt: skip

@@ -109,14 +109,36 @@ class TracedRun:
     stand_in: bool = False
 
 
-def trace_path(name: str) -> Path:
-    """Where a trace is to be written, checked before minutes of work."""
+def trace_path(name: str, ranks: int = 1) -> Path:
+    """Where a trace is to be written, checked before minutes of work: it replaces traces alone."""
     path = Path(name).absolute()
     rule = "must be a name that ends in .json or .json.gz"
     check.that(name.endswith((".json", ".json.gz")), "trace", name, rule)
     hint = "create it first"
     check.that(path.parent.is_dir(), "trace", name, "is in a folder that does not exist", hint)
+    for file in trace_files(path, ranks):
+        rule = "exists and is not a profiler's trace"
+        check.that(_may_replace(file), "trace", str(file), rule, "choose another name")
     return path
+
+
+def _may_replace(path: Path) -> bool:
+    if not path.exists():
+        return True
+    import gzip  # only paid where there is a file
+
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as stream:
+            start = stream.read(4096)
+    except OSError:
+        return False
+    return not start or b'"schemaVersion"' in start
+
+
+def trace_files(path: Path, ranks: int) -> list[Path]:
+    """Each rank writes its own."""
+    return [path] if ranks == 1 else [numbered(path, f"rank{rank}") for rank in range(ranks)]
 
 
 def numbered(path: Path, word: str) -> Path:

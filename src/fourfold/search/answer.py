@@ -6,6 +6,7 @@ Seconds of a candidate by part, and as a reader thinks of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, P
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.units import counted
 
@@ -277,9 +278,13 @@ def _least(ranking: Ranking) -> str:
 def _rule_in_words(query: PlanQuery, reason: str) -> str:
     """What the rule that refused most says of the plainest layout that breaks it."""
     batch = replace(query.batch, micro_batch=1)
+    fixed = {axis: size for axis in AXES if isinstance(size := query.fixed.get(axis), int)}
+    left = query.gpus // math.prod(fixed.values())
     for axis in ("dp", "tp", "pp", "cp"):
-        layout = Layout.parse(f"{axis}{query.gpus}")
+        sizes = {axis: left} | fixed
+        layout = Layout.parse(" ".join(f"{name}{sizes[name]}" for name in AXES if name in sizes))
         for refusal in why_not(query.model, layout, batch, query.policy, query.target):
             if refusal.reason == reason:
-                return f" ({refusal}{'' if axis == 'dp' else f', for {layout}'})"
+                is_plain = axis == "dp" and not fixed
+                return f" ({refusal}{'' if is_plain else f', for {layout}'})"
     return ""

@@ -156,7 +156,7 @@ def _refusals(query: PlanQuery, layout: Layout) -> tuple[Refusal, ...]:
     policy, open_fields = query.policy, {"sharding", "cp_kind"} - query.fixed.keys()
     changes: dict[str, Any] = {}
     if "sharding" in open_fields:
-        zeros = rules.pipeline_zeros if layout.pp > 1 else rules.zeros
+        zeros = [z for z in rules.zeros if layout.pp == 1 or z in rules.pipeline_zeros]
         changes["sharding"] = f"zero{1 if 1 in zeros else zeros[-1]}"
     if "cp_kind" in open_fields:
         changes["cp_kind"] = rules.cp_kinds[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fourfold.cost.stacks import RELEASES, EngineRules, stack_rules
 from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
-from fourfold.search.rules import cuts, engine
+from fourfold.search.rules import cuts, engine, experts
 from fourfold.search.rules.case import Rule, RuleCase
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Device
@@ -17,7 +17,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen
 
-RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *engine.EXPERT_RULES, *batch_rules.RULES)
+RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *experts.RULES, *batch_rules.RULES)
 REASONS = tuple(rule.reason for rule in RULES)
 
 

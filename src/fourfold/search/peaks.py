@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,19 +57,6 @@ def on_cores(
 SLACK = 1e-9  # rounding between a bound and the count
 
 
-class PeakBytes(Protocol):
-    """Bytes of the fullest stage; rounded otherwise than `memory`, which says the same."""
-
-    def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
-        """Rows with points below a limit, and perhaps others."""
-        ...
-
-    def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
-        """[rows, ways]. Exact from `least_bytes` to `most_bytes`; below, any number below
-        `least_bytes`; above, the number or infinity; infinity for points not asked for."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WaysTable:
     """Every row in every way; `asked` which of them may run."""
@@ -87,7 +74,8 @@ class WaysTable:
         return points | {name: column[way] for name, column in self.ways.items()}
 
 
-def peaks(table: WaysTable, coef: Coefficients) -> PeakBytes:
+def peaks(table: WaysTable, coef: Coefficients) -> _Counted | _Halves:
+    """Bytes of the fullest stage; rounded otherwise than `memory`, which says the same."""
     if stack_defaults(table.query.stack).counted:
         return _counted(table, coef)
     return _halves(table, coef)
@@ -136,9 +124,12 @@ class _Counted:
     most: _Halves
 
     def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
+        """Rows with points below a limit, and perhaps others."""
         return self.least.may_be_below(limit_bytes)
 
     def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
+        """[rows, ways]. Exact from `least_bytes` to `most_bytes`; below, any number below
+        `least_bytes`; above, the number or infinity; infinity for points not asked for."""
         asked, found = self.table.asked[rows], self.most.of(rows, least_bytes, most_bytes)
         settled = asked & (found < least_bytes)
         todo = asked & ~settled & (self.least.of(rows, least_bytes, most_bytes) < most_bytes)

@@ -35,7 +35,6 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import remarks
 from fourfold.spec.words import SHARDINGS
 
-_HOST_GPUS = 8  # of a usual host
 ALIKE = 1.1  # rates of links within 10%
 # Of an engine's measured runs: what fewer have is no habit of it (Megatron's FSDP: 2 of 381).
 FEW_OF_ENGINE = 0.01
@@ -113,9 +112,8 @@ class PlanQuery:
 
 def usual_cluster(device: Device, gpus: int) -> Cluster:
     """Hosts of one GPU type with the fabric usual for its generation."""
-    domain, link = device.domain, device.usual_link_bytes_per_s
-    host_gpus = min(_HOST_GPUS, domain)
-    inner = min(domain, gpus) if domain > host_gpus else min(host_gpus, gpus)
+    host_gpus, link = device.usual_host_gpus, device.usual_link_bytes_per_s
+    inner = min(device.domain, gpus)
     links = [Link(name="nvlink", ranks=inner, bytes_per_s=link, latency_s=3e-6)]
     if gpus > inner:
         reach = -(-gpus // inner) * inner

@@ -17,6 +17,7 @@ from fourfold.cost.step.kernels import HALF_ROWS
 from fourfold.cost.step.traffic import copies
 from fourfold.search.plan_answer import Capacity, Routed
 from fourfold.search.ranking import Ranking
+from fourfold.units import three_digits
 
 FACTORS = (1.0, 1.25, 1.5, 2.0)
 
@@ -79,8 +80,8 @@ def _ways(ranking: Ranking) -> list[str]:
     best = {way: float(p["step_s"][some].min()) for way, some in ways.items() if some.any()}
     if len(best) < 2:
         return []
-    listed = sorted(best, key=lambda way: best[way])
-    return ["fastest of each kind ranked: " + ", ".join(f"{w} {best[w]:.3g} s" for w in listed)]
+    listed = (f"{way} {three_digits(best[way])} s" for way in sorted(best, key=lambda w: best[w]))
+    return ["fastest of each kind ranked: " + ", ".join(listed)]
 
 
 def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:

@@ -10,6 +10,7 @@ from fourfold.spec.layout import AXES
 from fourfold.traces import parts
 from fourfold.traces.cause import Cause
 from fourfold.traces.what_if import WhatIf
+from fourfold.units import counted
 from fourfold.verbs.diagnosis import Diagnosis, PartRow
 
 _WIDE = 100
@@ -55,8 +56,9 @@ def _head(answer: Diagnosis) -> Iterator[str]:
         value |= {n: getattr(whole, n) for n in ("layers", "vocab", "experts") if n in value}
     engine = value.get("engine", "unknown engine")
     compiled = "compiled" if value.get("compile") else "not compiled"
-    gpu = value.get("gpu", "unknown GPU")
-    ranks = f"{value['gpus']} GPUs" if value.get("gpus", 1) > 1 else "1 GPU"
+    on_host = answer.found.linked.on_host
+    gpu = value.get("gpu", "CPU" if on_host else "unknown GPU")
+    ranks = counted(value.get("gpus", 1), "rank" if on_host else "GPU")
     yield f"{answer.model}, {engine}, {compiled}, {gpu}, {ranks}"
     shape = [
         f"{value[n]} {word}" for n, word in (("layers", "layers"), ("hidden", "wide")) if n in value
@@ -81,7 +83,8 @@ def _axes(value: dict[str, object]) -> list[str]:
 
 
 def _causes(answer: Diagnosis) -> Iterator[Part]:
-    speed = f", {answer.tokens_s:,.0f} tokens/s/GPU" if answer.tokens_s else ""
+    each = "rank" if answer.found.linked.on_host else "GPU"
+    speed = f", {answer.tokens_s:,.0f} tokens/s/{each}" if answer.tokens_s else ""
     line = f"step {_ms(answer.step_s)} ms measured{speed}"
     if answer.expected is not None:
         step = answer.expected.step
@@ -129,7 +132,7 @@ def _outside(row: PartRow) -> str:
 def _foot(answer: Diagnosis) -> Iterator[str]:
     found, total = answer.found, sum(answer.found.parts.values())
     left = f", {found.steps.left_out} of warm-up left out" if found.steps.left_out else ""
-    steps = f"{len(found.steps.steps)} steps by {found.steps.found_by}{left}"
+    steps = f"{counted(len(found.steps.steps), 'step')} by {found.steps.found_by}{left}"
     placed = f"{100 * answer.unplaced_share:.1f}% of it unplaced"
     line = f"{steps}; parts sum to {100 * total / answer.step_s:.1f}% of the step, {placed}"
     yield from wrap(line, _WIDE)

@@ -8,7 +8,7 @@ from math import isclose
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Grid, named, table
-from fourfold.units import short_s
+from fourfold.units import short_s, three_digits
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import MeasuredBest, PlanAnswer, PlanRow
@@ -23,7 +23,7 @@ def compared(known: MeasuredBest, first: PlanRow) -> str:
     )
     run = f"{known.name} micro batch {known.micro_batch} {known.sharding} on {known.gpus:,} GPUs"
     return (
-        f"best measured run, {known.row} of {known.source}: {run}, {known.step_s:.3g} s, "
+        f"best measured run, {known.row} of {known.source}: {run}, {three_digits(known.step_s)} s, "
         f"{known.tokens_s_gpu:,.0f} tokens/s/GPU; #1 is predicted {abs(mid):.1f}% "
         f"{'faster' if mid >= 0 else 'slower'} (80%: {low:+.1f}% to {high:+.1f}%)"
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fourfold.escape import flattened
 from fourfold.result.record import grouped, short_name
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
@@ -104,9 +105,9 @@ def _planned(rows: list[dict[str, Any]]) -> Grid:
     fits = {True: "", None: "", False: ", does not fit"}
 
     def others(row: dict[str, Any]) -> str:
-        """What the sweep varies beside the columns."""
-        shown, varied = {*row, "layout", *AXES, *EXPERT_AXES}, row["combination"].items()
-        return varied_text((k, v) for k, v in varied if shown.isdisjoint(k.split(".")))
+        """What the sweep varies beside the columns; an MPT sweep varies two of a batch at once."""
+        shown, varied = {*row, "layout", *AXES, *EXPERT_AXES}, flattened(row["combination"])
+        return varied_text((k, v) for k, v in varied.items() if shown.isdisjoint(k.split(".")))
 
     settings = [("settings", others)] if any(map(others, rows)) else []
     return table(
@@ -130,19 +131,20 @@ def training_page(answer: TrainingState) -> list[Part]:
     ]
     if plain["steps_done"]:
         count = plain["recent_steps"]
-        recent = f"last {count:,} steps" if count > 1 else "last step"
+        recent = f"of the last {count:,} steps" if count > 1 else "of the last step"
+        mean, median = ("mean ", "median ") if count > 1 else ("", "")
         lines += [
             ["first loss", f"{plain['first_loss']:.4f}", ""],
-            ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the {recent}"],
+            ["recent loss", f"{plain['recent_loss']:.4f}", f"{mean}{recent}"],
             ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
             ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
-            ["step time", show_seconds(plain["step_s"]), f"median of the {recent}"],
+            ["step time", show_seconds(plain["step_s"]), f"{median}{recent}"],
             ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
         ]
         if plain.get("unigram_nats") is not None:
             gap = plain["recent_loss"] - plain["unigram_nats"]
             side = "above" if gap > 0 else "below"
-            note = f"entropy of single tokens; the last loss is {abs(gap):.4f} {side} it"
+            note = f"entropy of single tokens; the recent loss is {abs(gap):.4f} {side} it"
             lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
         if plain["mfu_pct"] is not None:
             lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", f"by {plain['convention']}"])
@@ -273,6 +275,8 @@ def _verification(answer: Verified) -> str:
     by_family = ", ".join(f"{family} {count}" for family, count in families.items())
     refused = ", ".join(f"{reason} {count}" for reason, count in answer.refused.items())
     fault = f", fault {answer.fault} planted" if answer.fault else ""
+    if answer.fault and answer.passed == answer.total:
+        fault += ", which has no effect in these layouts (docs/engine.md says where it has)"
     micro = f"\nmicro batches, in sequences: {answer.micro_batches}" if answer.micro_batches else ""
     limits = ", ".join(f"{what} {limit:g}" for what, limit in answer.limits.items())
     device = answer.device + (" (shared, over gloo)" if answer.share_gpu else "")

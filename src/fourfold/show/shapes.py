@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import ModelShape, codec
 from fourfold.spec.experts import Moe
+from fourfold.spec.model import OF_SCALING
 from fourfold.units import show_count
 
 if TYPE_CHECKING:
@@ -67,10 +68,11 @@ def model_page(answer: Model) -> list[Part]:
     for name, table_ in tables.items():
         rows += [[f"{name}.{k}", str(v)] for k, v in table_.items() if v != usual.get(k)]
     scaling = positions.pop("scaling", {})
+    kept = ("kind", "factor", *OF_SCALING[scaling["kind"]]) if scaling else ()
     if positions["partial"] == 1:
         del positions["partial"]
     rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
-    rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
+    rows += [[f"positions.scaling.{key}", str(scaling[key])] for key in kept]
     return [Grid([answer.name, "value"], rows), "", *answer.remarks]
 
 
@@ -82,11 +84,11 @@ def _active_rows(answer: Model) -> list[list[str]]:
     table = 0 if shape.tied else shape.vocab * shape.hidden
     rows = [
         ["active", f"{answer.active_params:,}"],
-        ["active but the input embedding", f"{answer.active_params - table:,}"],
-        ["active but both embeddings", f"{answer.active_params_no_embedding:,}"],
+        ["active, without the input embedding", f"{answer.active_params - table:,}"],
+        ["active, without both embeddings", f"{answer.active_params_no_embedding:,}"],
     ]
     if answer.mtp_params:
-        rows.append(["further tokens (mtp), not included", f"{answer.mtp_params:,}"])
+        rows.append(["multi-token prediction (MTP), not counted", f"{answer.mtp_params:,}"])
     return rows
 
 
@@ -128,7 +130,7 @@ def flops_page(answer: Flops) -> list[Part]:
         f"{answer.precision}, recompute {answer.recompute}; GPUs: {answer.gpus}"
     )
     if answer.window:
-        text += f"; attention counted by its window of {answer.window} tokens"
+        text += f"; attention counted by its window of {answer.window} tokens in layers with one"
     if answer.gpu:
         text += f" of {answer.gpu} at {(answer.peak_flops or 0.0) / 1e12:g} TFLOP/s dense"
     if answer.tokens_per_s is not None:

@@ -163,10 +163,9 @@ class Batch:
     def without_ramp(self) -> Batch:
         """A measurement is of one size of batch: refuses a ramp, since its steps are not alike."""
         if self.ramp is not None:
-            ramp = f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}"
             rule = "changes the batch size between steps; a measurement needs one size"
             hint = "omit it to measure the full batch; 'fourfold train' follows the ramp"
-            raise UserError(rule, field="batch.ramp", value=ramp, hint=hint)
+            raise UserError(rule, field="batch.ramp", value=str(self.ramp), hint=hint)
         return self
 
     def _reached(self, step: int) -> tuple[int, int]:

@@ -9,12 +9,12 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError, inside, nearest
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, texts
 from fourfold.spec.cluster import Cluster, Device, device_id, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
 
@@ -41,13 +41,9 @@ TINY = {
 
 
 @functools.cache
-def _data(name: str) -> dict[str, Any]:
-    return codec.parse_toml(text(name))
-
-
 def data(name: str) -> dict[str, Any]:
     """A file of the package's data."""
-    return _data(name)
+    return texts.parse_toml(text(name))
 
 
 def text(name: str) -> str:
@@ -70,9 +66,12 @@ def engine_names() -> list[str]:
 
 def model_names() -> dict[str, str]:
     """Every preset -> its family, in the order of the files."""
-    return {
-        name: family for family in FAMILIES for name in _data(f"models/{family}.toml")["models"]
-    }
+    return {name: family for family in FAMILIES for name in data(f"models/{family}.toml")["models"]}
+
+
+def is_preset(one: ModelShape) -> bool:
+    """Whether its name alone says all of it."""
+    return one.name in model_names() and model(one.name) == one
 
 
 def shape(family: str, **fields: Any) -> ModelShape:
@@ -80,7 +79,7 @@ def shape(family: str, **fields: Any) -> ModelShape:
     if family not in FAMILIES:
         hint = nearest(family, FAMILIES)
         raise UserError("unknown family", field="family", value=family, hint=hint)
-    defaults = dict(_data(f"models/{family}.toml")["defaults"])
+    defaults = dict(data(f"models/{family}.toml")["defaults"])
     per_hidden = defaults.pop("ffn_per_hidden", None)
     table = {"family": family, **defaults, **{k: v for k, v in fields.items() if v is not None}}
     given, habit = table.get("positions"), defaults["positions"]
@@ -93,7 +92,7 @@ def shape(family: str, **fields: Any) -> ModelShape:
 
 
 def model(name: str) -> ModelShape:
-    """A preset by name, or the shape in a config.json or TOML file."""
+    """A preset by name, or the shape in a config.json or a file in our own words."""
     check.that(isinstance(name, str) and name, "model", name, "must be a name or a path")
     if _HUB_ID.fullmatch(name) and not os.path.exists(name):
         return _hub_model(name)
@@ -101,7 +100,7 @@ def model(name: str) -> ModelShape:
         return _model_file(name)
     key = name.lower()
     for family in FAMILIES:  # a family's file is read only if those before it lack the name
-        preset = _data(f"models/{family}.toml")["models"].get(key)
+        preset = data(f"models/{family}.toml")["models"].get(key)
         if preset is not None:
             return shape(family, name=key, **preset)
     if os.path.isfile(os.path.join(name, "config.json")):
@@ -109,6 +108,17 @@ def model(name: str) -> ModelShape:
     listed = "'fourfold models' lists them; the path of a config.json works too"
     hint = f"{nearest(key, model_names())} ({listed})"
     raise UserError("unknown model", field="model", value=name, hint=hint)
+
+
+def open_model(table: dict[str, Any], field: str, text: str) -> None:
+    """A preset whose fields are about to change stands there with all of them; its name says so,
+    unless the user gives one."""
+    shape = table.get("model")
+    if isinstance(shape, str):
+        shape = table["model"] = codec.encode(model(shape))
+    if field and isinstance(shape, dict) and isinstance(shape.get("name"), str):
+        kept = [word for word in shape["name"].split(" ") if not word.startswith(f"{field}=")]
+        shape["name"] = " ".join([*kept, f"{field}={text}"])
 
 
 def _hub_model(name: str) -> ModelShape:
@@ -138,27 +148,34 @@ def _model_file(path: str) -> ModelShape:
         path = os.path.join(path, "config.json")
     text = files.read_text(path, field="model")
     with inside(path):
-        if path.endswith(".toml"):
-            return codec.from_toml(ModelShape, text)
-        data = codec.parse_json(text)
-        if isinstance(data, dict) and data.get("type") == "ModelShape":
-            return codec.load(ModelShape, data)
-        from fourfold.spec.hf.shapes import shape_from_config
-
+        plain = texts.parse(text, path)
         folder, name = os.path.split(os.path.abspath(path))
         name = os.path.basename(folder if name == "config.json" else os.path.splitext(name)[0])
-        return shape_from_config(data, name=name or "custom")
+        ours = plain.get("shape", plain)  # as 'fourfold models NAME --format json' prints it
+        if isinstance(ours, dict) and ("family" in ours or path.endswith(".toml")):
+            return _described({"name": name, **ours})
+        from fourfold.spec.hf.shapes import shape_from_config
+
+        return shape_from_config(plain, name=name or "custom")
+
+
+def _described(plain: dict[str, Any]) -> ModelShape:
+    """In our own words; of a family and its sizes the rest is the family's habit."""
+    needed = {one.name for one in fields(ModelShape) if one.default is MISSING}
+    if "family" not in plain or needed <= plain.keys():
+        return codec.load(ModelShape, plain)
+    return shape(**plain)
 
 
 def device_names() -> tuple[str, ...]:
-    return tuple(_data("devices.toml")["devices"])
+    return tuple(data("devices.toml")["devices"])
 
 
 def device(name: str) -> Device:
     """A GPU by id ('h100-80gb'), or from a TOML or JSON file with the fields of Device."""
     if _PATHLIKE.search(name):
-        return _from_file(name, "gpu", lambda data: codec.load(Device, data))
-    table = _data("devices.toml")["devices"]
+        return _from_file(name, "gpu", lambda plain: codec.load(Device, plain))
+    table = data("devices.toml")["devices"]
     key = _device_id(name, table)
     if key not in table:
         hint = _did_you_mean([other for other in table if other.startswith(key)]) or (
@@ -185,7 +202,7 @@ def generation_of(gpu: Device | str) -> str:
     if isinstance(gpu, Device) and gpu.generation:
         return gpu.generation
     head = (gpu.id if isinstance(gpu, Device) else gpu).lower().split("-")[0]
-    table = _data("devices.toml")["devices"].items()
+    table = data("devices.toml")["devices"].items()
     alike = (known["generation"] for name, known in table if name.split("-")[0] == head)
     return next(alike, head)
 
@@ -216,7 +233,7 @@ def cluster(name: str, gpus: int = 0) -> Cluster:
     if name.lower() not in known:
         hint = f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)"
         raise UserError("unknown cluster", field="cluster", value=name, hint=hint)
-    return stretched(cluster_from(_data(known[name.lower()])), gpus)
+    return stretched(cluster_from(data(known[name.lower()])), gpus)
 
 
 def profile_text(name: str) -> str:
@@ -228,13 +245,13 @@ def profile_text(name: str) -> str:
 
 
 def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:
-    text = files.read_text(path, field=field)
+    plain = texts.read(path, field=field)
     with inside(path):
-        return build(codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text))
+        return build(plain)
 
 
-def cluster_from(data: Any) -> Cluster:
+def cluster_from(plain: Any) -> Cluster:
     """In a cluster file `device` may be an id of the catalogue or a whole table."""
-    if isinstance(data, dict) and isinstance(data.get("device"), str):
-        data = data | {"device": codec.encode(device(data["device"]))}
-    return codec.load(Cluster, data)
+    if isinstance(plain, dict) and isinstance(plain.get("device"), str):
+        plain = plain | {"device": device(plain["device"])}
+    return codec.load(Cluster, plain)

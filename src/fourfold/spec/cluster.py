@@ -82,6 +82,11 @@ class Device:
         """To its peers on a host; PCIe 5 x16 where it has no links of its own."""
         return self.peer_bytes_per_s or 64e9
 
+    @property
+    def usual_host_gpus(self) -> int:
+        """As many as reach each other, 16 at most; of a rack (NVL72) the 4 of a board."""
+        return 4 if self.domain > 16 else self.domain
+
     def peak(self, precision: str) -> float:
         """Dense FLOP/s of a policy's precision ('bf16-mixed' counts against bf16)."""
         unit = precision.split("-")[0]

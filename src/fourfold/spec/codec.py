@@ -10,31 +10,19 @@ import dataclasses
 import functools
 import json
 import math
-import re
-import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from fourfold import door
-from fourfold.errors import UserError, nearest, shorten
+from fourfold.errors import UserError, nearest
 from fourfold.escape import toml_text
+from fourfold.spec import texts
 
 T = TypeVar("T")
 SCHEMA_VERSION = 1
 # Whole numbers beyond this are not exact as JSON numbers elsewhere, and mean nothing here.
 MAX_INT = 2**63 - 1
-# The largest spec we know has 40 kB, a sweep of 10,000 listed runs 3 MB; Python's TOML reader takes
-# a second and 150 bytes of memory for each MB and each key. JSON is read 20 times faster.
-MAX_TOML_LETTERS = 4 * 2**20
-MAX_JSON_LETTERS = 64 * 2**20
-# Ours reach 8: a report's spec's model's rope scaling.
-MAX_DEPTH = 32
-# A part of a key is bare or quoted. None begins inside of another, so each is looked at few times.
-_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-_LONG_KEY = re.compile(rf"(?<![\w\"'\\-])(?:{_KEY_PART}){{{MAX_DEPTH + 1}}}")
-_HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # escapes of JSON that may be half of a pair
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 @functools.cache
@@ -86,19 +74,41 @@ def decode_value(hint: Any, value: object, path: str) -> Any:
                 return arguments[1](value)
             except UserError as error:
                 raise error.within(path) from None
+        if arguments[0] is int and isinstance(value, float) and value.is_integer():
+            value = int(value)  # 2e12 tokens
         return decode_value(arguments[0], value, path)
     if origin in (types.UnionType, typing.Union):
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return decode_value(inner, value, path)
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return _decode_one_of(kinds, value, path)
     if origin is Literal:
         return _decode_choice(arguments, value, path)
     if origin is tuple:
         return _decode_tuple(arguments, value, path)
     if origin is dict and isinstance(value, dict):
         return {key: decode_value(arguments[1], v, _join(path, key)) for key, v in value.items()}
+    if origin is Mapping and isinstance(value, Mapping):
+        return value
     if dataclasses.is_dataclass(hint):
-        return decode(typing.cast(type, hint), value, path)
+        done = isinstance(value, typing.cast(type, hint))
+        return value if done else decode(typing.cast(type, hint), value, path)
     return _decode_scalar(hint, value, path)
+
+
+def _decode_one_of(kinds: list[Any], value: object, path: str) -> Any:
+    """Of 'str | Cluster' a text is a name, a table the thing itself."""
+    inner = kinds[-1]
+    if len(kinds) == 1:
+        return decode_value(inner, value, path)
+    if isinstance(value, str):
+        return value
+    if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+        try:
+            return load(typing.cast(type, inner), value)
+        except UserError as error:
+            raise error.within(path) from None
+    if isinstance(value, typing.get_origin(inner) or inner):
+        return value
+    raise UserError("must be a text or a table", field=path, value=value)
 
 
 def _decode_choice(choices: tuple[Any, ...], value: object, path: str) -> Any:
@@ -117,7 +127,7 @@ def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple
                 name, hint = _join(path, key), 'put it in "quotes"'
                 raise UserError("must be a string", field=name, value=text, hint=hint)
         return tuple(sorted((str(key), text) for key, text in value.items()))
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise UserError("must be a list", field=path, value=value, hint="write [..., ...]")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         hints = [arguments[0]] * len(value)
@@ -210,72 +220,12 @@ def to_toml(value: Any) -> str:
     return toml_text(dump(value))
 
 
-def parse_json(text: str, *, halves: bool = False) -> object:
-    """JSON text -> plain data; NaN and Infinity are no JSON and refused, as is a name given twice
-    (readers differ in which of the two they take). `halves`: half of a character is not refused,
-    but becomes the letters of its escape."""
-
-    def refuse(word: str) -> None:
-        raise UserError(f"contains {word}, which is not JSON", hint="write a finite number")
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        by_name = dict(pairs)
-        if len(by_name) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise UserError(f"has {shorten(twice)} twice in one object", hint="keep one of them")
-        return by_name
-
-    if len(text) > MAX_JSON_LETTERS:
-        raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="is this the right file?")
-    try:
-        data = _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
-        if _HALVES.search(text):
-            whole = json.dumps(data, ensure_ascii=False)
-            if halves:
-                return json.loads(_HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", whole))
-            door.check_text(whole)
-        return data
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"is not JSON ({error})", hint="check the file's syntax") from None
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    if len(text) > MAX_TOML_LETTERS:
-        raise UserError(f"is over {MAX_TOML_LETTERS >> 20} MiB", hint="is this the right file?")
-    if _LONG_KEY.search(text):  # the reader takes time with the square of its parts
-        raise UserError(f"has a key of more than {MAX_DEPTH} parts", hint="check its dots")
-    try:
-        return _shallow(tomllib.loads(text))
-    except UserError:
-        raise
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise UserError(f"is not TOML ({error})", hint="check the file's syntax") from None
-
-
-def _shallow(data: T) -> T:
-    """The data, unless it is nested deeper than any of ours: what walks it need not be careful."""
-    level: list[Any] = [data]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, (dict, list))
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return data
-    raise UserError(f"is nested more than {MAX_DEPTH} deep", hint="check the file's syntax")
-
-
 def from_json(cls: type[T], text: str) -> T:
-    return load(cls, parse_json(text))
+    return load(cls, texts.parse_json(text))
 
 
 def from_toml(cls: type[T], text: str) -> T:
-    return load(cls, parse_toml(text))
+    return load(cls, texts.parse_toml(text))
 
 
 def put(table: dict[str, Any], path: str, value: Any) -> None:
@@ -287,13 +237,3 @@ def put(table: dict[str, Any], path: str, value: Any) -> None:
             raise UserError(f"needs a table '{name}', but that is a value", field=path, value=value)
         table = inner
     table[leaf] = value
-
-
-def toml_value(text: str) -> Any:
-    """What --set's value means: a TOML value if it is one, else plain text."""
-    text = text.strip()
-    try:
-        table = parse_toml(f"value = {text}\n")
-    except UserError:
-        return text
-    return table["value"] if set(table) == {"value"} else text

@@ -34,7 +34,7 @@ VARIANTS: dict[Variant, str] = {
     "clipped-qkv": "clipped queries, keys and values",
     "unit-offset-norm": "norms that multiply by 1 + weight",
     "no-rope-layers": "layers without rotary positions",
-    "other-rope": "rotary scaling other than linear and llama3",
+    "other-rope": "rotary scaling other than linear, llama3 and YaRN",
     "two-ropes": "rotary settings per kind of layer",
     "interleaved-rope": "adjacent rotary pairs",
     "alibi-slopes": "ALiBi with other slopes",
@@ -49,18 +49,31 @@ VARIANTS: dict[Variant, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length."""
+    """How rotary frequencies are stretched beyond the trained length; OF_SCALING: which fields a
+    kind has beside the factor."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
         check.positive(factor=self.factor, low_freq_factor=self.low_freq_factor)
         check.positive(high_freq_factor=self.high_freq_factor)
         check.whole(original_length=self.original_length)
+        check.positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+
+
+OF_SCALING = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_length"),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

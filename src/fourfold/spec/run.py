@@ -104,7 +104,7 @@ class RunSpec:
         if not isinstance(data, dict):
             raise UserError("must be a table with the fields of RunSpec", field=path, value=data)
         table, _ = words.tidied(data)
-        _refuse_short_names(table, path)
+        refuse_short_names(table, path)
         if isinstance(table.get("model"), str):
             from fourfold.spec.catalog import model
 
@@ -117,13 +117,18 @@ class RunSpec:
         return codec.decode_fields(cls, table, path)
 
 
-def run_of(table: Mapping[str, Any]) -> RunSpec:
-    """The run of a table, which must name its model."""
-    check.given("model" in table, "model", "'fourfold models' lists presets")
-    return codec.load(RunSpec, dict(table))
+AnyRun = RunSpec | Mapping[str, Any]  # or its table
 
 
-def _refuse_short_names(table: dict[str, Any], path: str) -> None:
+def run_of(run: AnyRun) -> RunSpec:
+    """A run as it is, or that of a table, which must name its model."""
+    if isinstance(run, RunSpec):
+        return run
+    check.given("model" in run, "model", "'fourfold models' lists presets")
+    return codec.load(RunSpec, dict(run))
+
+
+def refuse_short_names(table: Mapping[str, Any], path: str = "") -> None:
     """`precision = ...` at the top of a file, where policy.precision is meant."""
     short = short_names()
     for key in (key for key in table if "." in short.get(key, "")):

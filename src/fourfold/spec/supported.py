@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import VARIANTS, ModelShape
+from fourfold.units import counted
 
 # What engine/model computes; everything else of a shape is only counted and planned.
 _RUN_ACTIVATIONS = ("gelu", "relu2", "swiglu")
@@ -26,6 +27,7 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     """Words for what the engine does not run; empty: it runs the model on such sequences."""
     # Nemotron turns half of a head; its presets have always been written without saying so.
     is_partial = model.positions.partial != 1 or model.family == "nemotron"
+    scaling = model.positions.scaling
     facts = (
         (model.activation not in _RUN_ACTIVATIONS, f"{model.activation} activations"),
         (model.norm == "layernorm-noweight", "norms without weights"),
@@ -35,6 +37,7 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
         (model.block != "sequential", "parallel attention and MLP"),
         (model.head_bias, "a bias in the output layer"),
         (is_partial, "partial rotary positions"),
+        (scaling is not None and scaling.kind == "yarn", "YaRN's rotary scaling"),
         (model.sinks, "attention sinks"),
         (model.latent is not None and model.bias, "biases in latent attention"),
         (windowed(model, seq_len), f"windows of {model.window} tokens in longer sequences"),
@@ -47,9 +50,8 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
 
 def left_out(model: ModelShape) -> str:
     """What the engine runs the model without; '' where it runs all of it."""
-    layers = model.mtp or 0
-    named = f"the {layers} layers that predict" if layers > 1 else "the layer that predicts"
-    return f"without {named} further tokens (mtp)" if layers else ""
+    named = counted(model.mtp or 0, "layer")
+    return f"without multi-token prediction (MTP, {named})" if model.mtp else ""
 
 
 def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...]:
@@ -75,11 +77,15 @@ def remarks(model: ModelShape, seq_len: int, *, further: bool = False) -> tuple[
         sentences.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
     if model.mtp and not further:
-        untimed.insert(0, "layers that predict further tokens (Megatron's are)")
+        untimed.insert(0, "multi-token prediction (MTP; Megatron's is)")
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")
     if model.qk_norm != "none":
         untimed.insert(0, "norms of queries and keys")
     if untimed:
         sentences.append(f"not timed: {', '.join(untimed)}")
+    if model.mtp and further:
+        sentences.append(
+            "multi-token prediction (MTP) is in seconds and memory, not in TFLOP/s and MFU"
+        )
     return tuple(sentences)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError, nearest
-from fourfold.spec import check, codec, words
+from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp, short_names
@@ -177,6 +177,8 @@ def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict
     table = copy.deepcopy(dict(base))
     for name, value in varied:
         *parents, leaf = path_of(name).split(".")
+        if parents[:1] == ["model"]:
+            catalog.open_model(table, ".".join([*parents[1:], leaf]), str(value))
         inner = table
         for parent in parents:
             known = inner.get(parent)

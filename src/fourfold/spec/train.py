@@ -70,6 +70,11 @@ class TrainSettings:
             check.that(0 <= value < 1, name, value, "must be from 0 to below 1")
         rule = f"must not exceed lr={self.lr:g}"
         check.that(self.min_lr <= self.lr, "min_lr", self.min_lr, rule)
+        rule, given = f"has no part in lr_schedule={self.lr_schedule}", self.decay_steps
+        hint, is_used = "use 0, or lr_schedule = wsd", self.lr_schedule == "wsd"
+        check.that(is_used or not given, "decay_steps", given, rule, hint)
+        hint, is_used = "use 0, or another lr_schedule", self.lr_schedule != "constant"
+        check.that(is_used or not self.min_lr, "min_lr", self.min_lr, rule, hint)
         name = "decay_steps" if self.decay_steps else "warmup_steps"
         fits = self.warmup_steps + self.decay_steps <= self.steps
         rule = f"is too long: warm-up and decay together exceed steps={self.steps}"

@@ -87,13 +87,20 @@ HYBRID = ("hsdp", "hybrid-shard")
 PRECISION = {
     "bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "amp-bf16": "bf16-mixed", "amp-fp8": "fp8",
     "amp-fp16": "fp16", "fp16-mixed": "fp16", "float16": "fp16", "float32": "fp32",
-    "float64": "fp64",
+    "float64": "fp64", "float8": "fp8", "fp8-mixed": "fp8", "nvfp4": "fp4",
 }  # fmt: skip
 SCHEDULE = {
     "interleaved1f1b": "interleaved", "interleaved-1f1b": "interleaved", "afab": "gpipe",
-    "zerobubble": "zero-bubble",
+    "zerobubble": "zero-bubble", "zb": "zero-bubble", "zbh1": "zero-bubble", "zb-h1": "zero-bubble",
+    "vpp": "interleaved",
 }  # fmt: skip
-CP_KIND = {"p2p": "ring", "all-gather": "allgather", "a2a": "ulysses", "all-to-all": "ulysses"}
+CP_KIND = {
+    "p2p": "ring",
+    "ring-attention": "ring",
+    "all-gather": "allgather",
+    "a2a": "ulysses",
+    "all-to-all": "ulysses",
+}
 POLICY = {
     "sharding": SHARDING, "precision": PRECISION, "schedule": SCHEDULE, "cp_kind": CP_KIND,
     "recompute": {},
@@ -162,7 +169,7 @@ def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             tidy[head] = {**inner, leaf: value}
         else:
             tidy[leaf] = value
-        if str(value) != typed.strip().lower():
+        if str(value) != typed.strip().lower() != "auto":
             notes.append(_note(path, typed, value))
     return tidy, notes
 

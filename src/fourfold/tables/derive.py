@@ -8,6 +8,7 @@ in their own proportions, experts that choose them, an optimizer.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
 from fourfold.result.record import OWN_STACK, Record
-from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog
+from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog, codec
 from fourfold.spec.cluster import device_id
 from fourfold.tables.shape import SHAPE_FIELDS, model_of, peak_tflops, shape_of
 
@@ -52,7 +53,11 @@ def derive(record: Record, rule: str) -> Record:
     """The record with what follows filled in; TFLOPs and MFU by the convention `rule`. Figures
     already printed by it stay: they may come from more digits than the row shows."""
     record = _with_speed(record)
-    record = replace(record, equivalence=record.equivalence or equivalence(record))
+    record = replace(
+        record,
+        equivalence=record.equivalence or equivalence(record),
+        grad_accum=record.grad_accum or _accumulated(record),
+    )
     shape = shape_of(record)
     if shape is None or not record.seq_len:
         return record
@@ -75,9 +80,15 @@ def _with_shape(record: Record, model: ModelShape) -> Record:
     return replace(
         record,
         label=record.label or model.name,
+        model_json=_json(model),
         **{name: getattr(model, name) for name in SHAPE_FIELDS},
         params=record.params or _params(model, record.seq_len or 1),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _json(model: ModelShape) -> str:
+    return json.dumps(codec.encode(model), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,13 +168,21 @@ def published(record: Record, number: int) -> Record:
         hardware=hardware_of(record.device),
         gpus_per_node=(record.gpus or 1) // (record.nodes or 1),
         stack=record.stack or OWN_STACK,
-        grad_accum=_batch(record).micro_count(record.dp or 1) if record.micro_batch else None,
+        grad_accum=_accumulated(record),
         batch_tokens=record.tokens,
         tokens_s=record.tokens / record.step_s if record.step_s else None,
         mem_gb=None if record.peak_bytes is None else record.peak_bytes / 2**30,
         variant=record.unlisted,
         note="; ".join(filter(None, _notes(record, model))),
     )
+
+
+def _accumulated(record: Record) -> int | None:
+    """Micro batches of the busiest rank in a step."""
+    if not (record.micro_batch and record.global_batch and record.dp):
+        return None
+    share = -(-record.global_batch // record.dp)
+    return -(-share // record.micro_batch)
 
 
 def _batch(record: Record) -> Batch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fourfold import door, escape, files
 from fourfold.errors import UserError, inside
 from fourfold.show.table import aligned
-from fourfold.spec import codec
+from fourfold.spec import texts
 from fourfold.tables.document import Document, Table, TableRow, Text, from_plain, to_plain
 
 _MARK = re.compile(r":?-+:?\Z")
@@ -46,7 +46,7 @@ def read_file(path: str | Path) -> Document:
 def parse(text: str, form: str) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if form == "json":
-        return from_plain(codec.parse_json(text))
+        return from_plain(texts.parse_json(text))
     return _from_csv(text) if form == "csv" else _from_markdown(text)
 
 

@@ -41,8 +41,8 @@ def publish(records: Iterable[Record], style: str, rule: str) -> Document:
 
 
 _GROUP = (
-    "label", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "seq_len",
-    "hardware", "precision", "recompute",
+    "label", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
+    "model_json", "seq_len", "hardware", "precision", "recompute",
 )  # fmt: skip
 _MPT_GROUP = ("hardware", "precision")
 
@@ -59,7 +59,7 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
 
 
 # What the cells of a scaling table say.
-_AXES = ("gpus", *AXES, *EXPERT_AXES, "micro_batch")
+_AXES = ("gpus", *AXES, "micro_batch")
 
 
 def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
@@ -92,6 +92,7 @@ def _heading(record: Record, style: str, rule: str) -> str:
             f"FAMILY={model.family} / NLAYERS={model.layers} / NHIDDEN={model.hidden} / "
             f"NHEADS={model.heads} / NKVHEADS={model.kv_heads} / NFFN={model.ffn} / "
             f"VOCAB={model.vocab} / TIED={int(model.tied)}"
+            + (f" / NEXPERTS={model.experts} / TOPK={model.top_k}" if model.experts else "")
             + (f" / SEQLEN={record.seq_len}" if record.seq_len else "")
         )
     recompute = record.recompute and f"recompute {record.recompute}"
@@ -132,7 +133,7 @@ def _marks(records: list[Record]) -> list[str]:
 
 
 # Seconds per iteration compare within these.
-_COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
+_COMPARABLE = ("label", "model_json", "seq_len", "global_batch", "hardware")
 
 
 def _axes(record: Record) -> str:

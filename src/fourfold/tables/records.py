@@ -3,11 +3,13 @@ rules find in them."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fourfold.cost.table.reference import NoteWords
 from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -20,6 +22,10 @@ _MPT_SHARDING = {word: ours for ours, word in styles.SHARDING.items()}
 _MPT_RECOMPUTE = {word.lower(): ours for ours, word in styles.CHECKPOINTING.items()}
 _SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
 _NEVER_ZERO = ("step_s", "tflops_gpu", "mem_gb")
+_TELL_APART = (
+    "cluster", "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
+    "cuda_graph", "unmodelled",
+)  # fmt: skip
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 
@@ -62,7 +68,22 @@ def _row(row: TableRow, fields: tuple[str, ...], stated: Record) -> Record:
     values |= _tidied(stated.style, texts)
     own = "mpt" if stated.style == "mpt" else ""
     values.setdefault("convention", stated.convention or own)
-    return replace(stated, line=row.line, **values)
+    record = replace(stated, line=row.line, **values)
+    return replace(record, variant=_variant(record)) if stated.style == "reference" else record
+
+
+def _variant(record: Record) -> str:
+    """What makes another run in columns of the reference schema that no record has a field for."""
+    told = ((name, record.text(name)) for name in _TELL_APART)
+    words = (f"{name}={text}" for name, text in told if text not in ("", "0", "natural"))
+    return " ".join((record.unlisted, *words, *_noted(record.note))).strip()
+
+
+@functools.lru_cache(maxsize=4096)
+def _noted(note: str) -> tuple[str, ...]:
+    """What a prediction reads in a note: 'compiled=True', 'shard_group=4' (of HSDP)."""
+    usual = vars(NoteWords(""))
+    return tuple(f"{n}={v}" for n, v in vars(NoteWords(note)).items() if v != usual[n])
 
 
 def _value(name: str, text: str) -> Any:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.cost.count.flops import CONVENTIONS, TRIED, FlopsQuery, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.result.record import Record
-from fourfold.spec import Layout, Policy, catalog, codec
+from fourfold.spec import Layout, Policy, catalog, codec, texts
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.tables import cells
 
@@ -29,6 +31,9 @@ SHAPE_FIELDS = (
 # Vocabularies in use, for bounds where none is stated.
 _LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
 
+# What `collect` misses of a run whose FLOPs are not those of its sizes: Mamba layers, adapters.
+_UNCOUNTED = {"dense-model", "all-weights"}
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -39,7 +44,7 @@ class Shape:
 @functools.lru_cache(maxsize=4096)
 def model_of(model_json: str) -> ModelShape:
     """The shape of a stored run."""
-    return codec.decode(ModelShape, codec.parse_json(model_json))
+    return codec.decode(ModelShape, texts.parse_json(model_json))
 
 
 def named_shape(record: Record) -> ModelShape | None:
@@ -62,6 +67,8 @@ def _named(name: str) -> ModelShape:
 def shape_of(record: Record) -> Shape | None:
     if record.model_json:
         return Shape(model_of(record.model_json), True)
+    if _UNCOUNTED.intersection(record.text("missing").split()):
+        return None
     if record.layers and record.hidden:
         built = _built(record)
         return Shape(built, record.vocab is not None) if built else None
@@ -70,36 +77,73 @@ def shape_of(record: Record) -> Shape | None:
 
 
 def _built(record: Record) -> ModelShape | None:
+    """None where the row has experts whose sizes nobody says."""
     named = named_shape(record)
     family = record.family or (named.family if named else "gpt")
     if family not in FAMILIES:
         return None
     hidden = record.hidden or 1
     heads = record.heads if record.heads and hidden % record.heads == 0 else 1
-    if named is not None and _same(named, record):
+    told = _told(record)
+    if named is not None and _same(named, record, told):
         return named
-    fields = {
+    near = named if named and named.hidden == hidden else None
+    if near and not told:
+        plain = codec.encode(near)
+        told = {name: plain[name] for name in _BEYOND if name in plain}
+    if record.experts and not told.get("top_k"):
+        return None
+    fields = told | {
         "layers": record.layers,
         "hidden": hidden,
-        "heads": heads,
+        "heads": record.heads if told.get("head_dim") or told.get("latent") else heads,
         "kv_heads": record.kv_heads or (named.kv_heads if named and named.heads == heads else None),
-        "ffn": record.ffn or (named.ffn if named and named.hidden == hidden else None),
+        "ffn": record.ffn or (near.ffn if near else told.get("moe", {}).get("ffn")),
         "vocab": record.vocab or NOTES_VOCAB,
         "tied": record.tied if record.tied is not None else (named.tied if named else None),
     }
-    return _shape(family, tuple(fields.items()))
+    return _shape(family, json.dumps(fields))
 
 
-def _same(named: ModelShape, record: Record) -> bool:
+_BEYOND = ("head_dim", "experts", "top_k", "moe", "latent", "mtp")
+
+
+def _told(record: Record) -> dict[str, Any]:
+    """Heads of a size of their own, experts and latent attention, from the reference schema."""
+
+    def size(name: str) -> int:
+        return cells.whole(record.text(name)) or 0
+
+    told: dict[str, Any] = {"mtp": size("mtp_layers")}
+    if rank := size("kv_lora_rank"):
+        rope = size("qk_rope_dim")
+        nope, v = size("head_dim") - rope, size("v_head_dim")
+        told["latent"] = {
+            "kv_rank": rank, "q_rank": size("q_lora_rank"), "nope": nope, "rope": rope, "v": v,
+        }  # fmt: skip
+    else:
+        told["head_dim"] = size("head_dim")
+    if record.experts and size("experts_per_token"):
+        told |= {"experts": record.experts, "top_k": size("experts_per_token")}
+        told["moe"] = {
+            "ffn": size("expert_ffn") or record.ffn, "shared_ffn": size("shared_ffn"),
+            "dense_first": size("dense_layers"), "every": size("moe_every") or 1,
+        }  # fmt: skip
+    return {name: value for name, value in told.items() if value}
+
+
+def _same(named: ModelShape, record: Record, told: dict[str, Any]) -> bool:
     """Whether nothing that the row says contradicts the catalogue's shape."""
-    sizes = (name for name in SHAPE_FIELDS if name != "family")
-    return all(getattr(record, name) in (None, getattr(named, name)) for name in sizes)
+    said = {name: getattr(record, name) for name in SHAPE_FIELDS if name != "family"}
+    said |= {"experts": record.experts, "top_k": told.get("top_k")}
+    return all(value in (None, getattr(named, name)) for name, value in said.items())
 
 
 @functools.cache
-def _shape(family: str, fields: tuple[tuple[str, int | bool | None], ...]) -> ModelShape | None:
+def _shape(family: str, fields: str) -> ModelShape | None:
+    """`fields` as JSON."""
     try:
-        return catalog.shape(family, **dict(fields))
+        return catalog.shape(family, **json.loads(fields))
     except UserError:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.cost.count.params import active_params, model_params
 from fourfold.result.record import OWN_STACK, REFERENCE_COLUMNS, Record, Style
@@ -72,6 +72,9 @@ def _mfu(record: Record) -> str:
 
 
 def _precision(record: Record) -> tuple[str, str]:
+    if record.style == "reference" and record.precision == "bf16":  # of weights kept in fp32
+        word, mode = cells.precision_cells("bf16-mixed")
+        return word, "PURE" if "pure" in record.note.split("; ") else mode
     return cells.precision_cells(record.precision, record.text("mp_mode"))
 
 
@@ -151,6 +154,11 @@ def _engines_differ(records: Sequence[Record]) -> bool:
     return len(stacks) > 1 or any(r.torch and r.stack != OWN_STACK for r in records)
 
 
+def _are_noted(records: Sequence[Record]) -> bool:
+    """Of stored runs, whose notes have every setting."""
+    return all(record.variant in record.note for record in records)
+
+
 TOPOLOGY = (
     Column("Engine", "stack", lambda r: r.stack, _engines_differ),
     Column("Nodes", "nodes", lambda r: str(r.nodes or ""), _on_nodes),
@@ -174,6 +182,7 @@ TOPOLOGY = (
     Column("TFLOPs", "tflops_gpu",
            lambda r: cells.figure(r.tflops_gpu) if r.outcome == "ok" else ""),
     EQUIVALENCE,
+    replace(SETTINGS, needed=lambda rows: SETTINGS.needed(rows) and not _are_noted(rows)),
     Column("Notes", "note", lambda r: r.note),
 )  # fmt: skip
 # The same under names of other logs and spreadsheets.

@@ -11,9 +11,8 @@ from statistics import median
 from typing import Literal
 
 from fourfold.traces import parts
-from fourfold.traces.expect import Expected, Run
-from fourfold.traces.host import TracedTimes
-from fourfold.traces.linked import Linked
+from fourfold.traces.examined import Examined
+from fourfold.traces.expect import Expected
 
 # A loss below this share of the step is no news.
 LEAST_SHARE = 0.015
@@ -43,29 +42,34 @@ class TraceCase:
     """All that causes are looked for in. `fits_without`: bytes that the run would hold without
     recomputing, and those of the GPU; None: not known."""
 
-    linked: Linked
-    run: Run
-    measured: dict[str, float]
+    run: Examined
     expected: Expected
-    times: tuple[TracedTimes, ...]
-    step_s: float
-    fits_without: tuple[float, float] | None = None
-    is_priced: bool = True
+    fits_without: tuple[float, float] | None
+    is_priced: bool
+
+    @property
+    def measured(self) -> dict[str, float]:
+        return self.run.parts
+
+    @property
+    def step_s(self) -> float:
+        return self.run.steps.seconds
+
+    def spent(self, *names: str) -> float:
+        return sum(self.measured.get(name, 0.0) for name in names)
 
     def over(self, *names: str) -> float:
         """Seconds beyond the middle of what is expected."""
-        return sum(self.measured.get(name, 0.0) for name in names) - self.expected.mid(*names)
+        return self.spent(*names) - self.expected.mid(*names)
 
     def is_outside(self, *names: str) -> bool:
-        if not self.expected.mid(*names):
-            return False
-        spent = sum(self.measured.get(name, 0.0) for name in names)
-        return spent > self.expected.high(*names)
+        mid, high = self.expected.mid(*names), self.expected.high(*names)
+        return mid > 0.0 and self.spent(*names) > high
 
 
 def ratio(case: TraceCase, names: tuple[str, ...]) -> float:
     mid = case.expected.mid(*names)
-    return sum(case.measured.get(name, 0.0) for name in names) / mid if mid else 1.0
+    return case.spent(*names) / mid if mid else 1.0
 
 
 def _is_fp32(case: TraceCase) -> bool:
@@ -149,7 +153,7 @@ def uncompiled(case: TraceCase) -> Iterator[Cause]:
     if _is_fp32(case) or not case.is_outside(*MEMORY_BOUND):
         return
     over = case.over(*MEMORY_BOUND)
-    spent = sum(case.measured.get(name, 0.0) for name in MEMORY_BOUND)
+    spent = case.spent(*MEMORY_BOUND)
     evidence = f"norms, element-wise, loss and casts take {1e3 * spent:.0f} ms"
     if case.run.value("compile"):
         yield Cause(

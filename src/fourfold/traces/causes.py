@@ -31,7 +31,7 @@ from fourfold.traces.placing import Placed
 
 
 def data(case: TraceCase) -> Iterator[Cause]:
-    spent = case.measured.get(parts.DATA, 0.0)
+    spent = case.spent(parts.DATA)
     per = f"{1e3 * spent:.0f} ms a step before its first kernel, with an idle host"
     yield Cause(
         "data loader", spent, 0.9 * spent, spent, "measured", per,
@@ -41,7 +41,7 @@ def data(case: TraceCase) -> Iterator[Cause]:
 
 
 def sync(case: TraceCase) -> Iterator[Cause]:
-    spent = case.measured.get(parts.SYNC, 0.0)
+    spent = case.spent(parts.SYNC)
     calls, ops = _sync_callers(case)
     where = f", called by {ops}" if ops else ""
     yield Cause(
@@ -53,18 +53,18 @@ def sync(case: TraceCase) -> Iterator[Cause]:
 
 
 def _sync_callers(case: TraceCase) -> tuple[str, str]:
-    gaps = [g for t in case.times for g in t.gaps if g.part == parts.SYNC]
+    gaps = [g for t in case.run.times for g in t.gaps if g.part == parts.SYNC]
     named = Counter(gap.what for gap in gaps)
     if not named:
         return "0 calls", ""
     call, _ = named.most_common(1)[0]
-    trace = case.linked.trace
+    trace = case.run.linked.trace
     code = trace.texts.index(call) if call in trace.texts else -1
     inside = np.zeros(len(trace.calls), bool)
-    for step in case.times:
+    for step in case.run.times:
         inside |= (trace.calls.end > step.spans[0].start) & (trace.calls.start < step.spans[-1].end)
     made = np.flatnonzero((trace.calls.name == code) & inside)
-    count = round(len(made) / max(1, len(case.times)))
+    count = round(len(made) / max(1, len(case.run.times)))
     owners: Counter[str] = Counter()
     place = {int(e): i for i, e in enumerate(trace.ops.external)}
     for at in made:
@@ -75,8 +75,8 @@ def _sync_callers(case: TraceCase) -> tuple[str, str]:
 
 
 def memory(case: TraceCase) -> Iterator[Cause]:
-    spent = case.measured.get(parts.MEMORY, 0.0)
-    names = Counter(g.what for t in case.times for g in t.gaps if g.part == parts.MEMORY)
+    spent = case.spent(parts.MEMORY)
+    names = Counter(g.what for t in case.run.times for g in t.gaps if g.part == parts.MEMORY)
     call = names.most_common(1)[0][0] if names else ""
     yield Cause(
         "cache flushes", spent, 0.7 * spent, spent, "measured",
@@ -88,8 +88,8 @@ def memory(case: TraceCase) -> Iterator[Cause]:
 
 
 def launches(case: TraceCase) -> Iterator[Cause]:
-    spent = case.measured.get(parts.LAUNCHES, 0.0)
-    busy = sum(case.measured.get(name, 0.0) for name in parts.COMPUTE)
+    spent = case.spent(parts.LAUNCHES)
+    busy = case.spent(*parts.COMPUTE)
     each = busy / max(1.0, case.run.kernels)
     tokens = case.run.shapes.tokens
     tiny = each < 60e-6
@@ -105,8 +105,8 @@ def launches(case: TraceCase) -> Iterator[Cause]:
 
 
 def outside(case: TraceCase) -> Iterator[Cause]:
-    spent = case.measured.get(parts.OUTSIDE, 0.0)
-    if case.linked.on_host:
+    spent = case.spent(parts.OUTSIDE)
+    if case.run.linked.on_host:
         return
     yield Cause(
         "host outside of torch", spent, 0.7 * spent, spent, "measured",
@@ -162,7 +162,7 @@ def _communication(case: TraceCase) -> Iterator[Cause]:
         if not name.startswith(parts.COMMUNICATION):
             continue
         axis = name.removeprefix(parts.COMMUNICATION)
-        moved = sum(t.moved.get(name, 0.0) for t in case.times) / len(case.times)
+        moved = sum(t.moved.get(name, 0.0) for t in case.run.times) / len(case.run.times)
         hidden = 100.0 * max(0.0, 1.0 - shown / moved) if moved else 0.0
         over = shown - (case.expected.parts[name].mid if name in case.expected.parts else 0.0)
         yield Cause(
@@ -182,7 +182,7 @@ _COMM_REMEDY = {
 
 
 def _imbalance(case: TraceCase) -> Iterator[Cause]:
-    found = expert_imbalance(case.linked, case.run.placed, len(case.times))
+    found = expert_imbalance(case.run.linked, case.run.placed, len(case.run.times))
     if found is None:
         return
     over = found.seconds

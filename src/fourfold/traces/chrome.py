@@ -40,9 +40,9 @@ class ChromeReader:
                 plain.seek(0)
                 stream = gzip.GzipFile(fileobj=plain) if is_gzip else plain
                 yield from self._events(stream)
-        except (OSError, EOFError, zlib.error) as error:
-            if isinstance(error, EOFError) or not isinstance(error, OSError) or _is_gzip(error):
-                self._refuse("is cut off or damaged inside its gzip data")
+        except (gzip.BadGzipFile, EOFError, zlib.error):
+            self._refuse("is cut off or damaged inside its gzip data")
+        except OSError as error:
             raise refused(error, self.path, field="trace", verb="read") from None
         except RecursionError:
             self._refuse("is nested too deeply for a trace")
@@ -155,7 +155,3 @@ class ChromeReader:
 
 def _objects(events: list[Any]) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
-
-
-def _is_gzip(error: OSError) -> bool:
-    return isinstance(error, gzip.BadGzipFile)

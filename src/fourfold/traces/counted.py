@@ -35,7 +35,6 @@ class Counts:
     micro_batches: int
     layers: int
     ffn: int
-    gated: bool
     forwards: int
     backwards: int
     again: Again
@@ -46,24 +45,20 @@ def count(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) ->
     for at, one in placed.weighed.items():
         calls[placed.part[at], one.of] += 1
     n = len(steps.steps)
-    forwards, backwards = _attention_calls(linked, placed, n)
+    attended = _attention_calls(linked, placed, n)
+    forwards, backwards, _ = attended
     micros = _micro_batches(linked, placed, shapes, steps)
     out = calls[parts.OUT, "weights"] or calls[parts.OUT, "forward"]
     layers = round((backwards or out / n or forwards) / max(1, micros))
     down = Counter(one.ins for at, one in placed.weighed.items() if placed.part[at] == parts.DOWN)
     ffn = down.most_common(1)[0][0] if down else 0
-    up = sum(
-        one.outs for at, one in placed.weighed.items()
-        if placed.part[at] == parts.UP and one.of == "weights"
-    )  # fmt: skip
     return Counts(
         micro_batches=micros,
         layers=layers,
         ffn=ffn,
-        gated=up > 1.5 * n * micros * max(1, layers) * max(1, ffn),
         forwards=forwards,
         backwards=backwards,
-        again=_again(linked, placed, forwards, backwards, n),
+        again=_again(linked, placed, attended, n),
     )
 
 
@@ -91,17 +86,21 @@ def _looked_up(linked: Linked, steps: TracedSteps) -> int:
     return rows
 
 
-def _attention_calls(linked: Linked, placed: Placed, n: int) -> tuple[int, int]:
+def _attention_calls(linked: Linked, placed: Placed, n: int) -> tuple[int, int, float]:
+    """Of a step: calls forwards and backwards, and seconds of those forwards."""
+    spent = 0.0
     ops: dict[bool, set[int]] = {True: set(), False: set()}
     for at, part in placed.part.items():
-        if part == parts.ATTENTION and linked.op[at] >= 0:
+        if part == parts.ATTENTION:
             op, kernel = linked.op_name(at).lower(), linked.kernel_name(at).lower()
             back = "backward" in op or "bwd" in kernel or "bprop" in kernel
-            ops[back].add(int(linked.op[at]))
-    return round(len(ops[False]) / n), round(len(ops[True]) / n)
+            spent += 0.0 if back else float(linked.kernels.seconds[at])
+            if linked.op[at] >= 0:
+                ops[back].add(int(linked.op[at]))
+    return round(len(ops[False]) / n), round(len(ops[True]) / n), spent / n
 
 
-def _again(linked: Linked, placed: Placed, forwards: int, backwards: int, n: int) -> Again:
+def _again(linked: Linked, placed: Placed, attended: tuple[int, int, float], n: int) -> Again:
     """A weight has as many forward products as gradients unless some are computed again; attention
     likewise. Of what is done over memory the forward share goes with them."""
     seconds: dict[str, float] = defaultdict(float)
@@ -121,9 +120,9 @@ def _again(linked: Linked, placed: Placed, forwards: int, backwards: int, n: int
         more = max(0.0, len(forward) - needed)
         seconds[part] += more * sum(forward) / len(forward) / n
         shares.append((sum(forward), min(1.0, more / len(weights))))
+    forwards, backwards, spent = attended
     core = max(0, forwards - backwards) if backwards else 0
     if core:
-        spent = _attention_forward_s(linked, placed) / n
         seconds[parts.ATTENTION] += spent * core / forwards
     known = sum(weight for weight, _ in shares)
     share = sum(weight * one for weight, one in shares) / known if known else 0.0
@@ -131,16 +130,6 @@ def _again(linked: Linked, placed: Placed, forwards: int, backwards: int, n: int
         seconds[parts.ELEMENTWISE] += _elementwise_again_s(linked, placed, share) / n
     core_share = core / backwards if backwards else 0.0
     return Again({part: s for part, s in seconds.items() if s > 0}, share, core_share)
-
-
-def _attention_forward_s(linked: Linked, placed: Placed) -> float:
-    spent = 0.0
-    for at, part in placed.part.items():
-        if part == parts.ATTENTION:
-            op, kernel = linked.op_name(at).lower(), linked.kernel_name(at).lower()
-            if not ("backward" in op or "bwd" in kernel or "bprop" in kernel):
-                spent += float(linked.kernels.seconds[at])
-    return spent
 
 
 def _elementwise_again_s(linked: Linked, placed: Placed, share: float) -> float:

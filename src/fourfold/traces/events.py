@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 _KINDS = {
     "kernel": "kernel", "gpu_memcpy": "kernel", "memcpy": "kernel", "gpu_memset": "kernel",
     "memset": "kernel", "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call",
-    "cpu_op": "op", "operator": "op", "user_annotation": "mark", "gpu_user_annotation": "device",
+    "cpu_op": "op", "operator": "op", "user_annotation": "mark",
 }  # fmt: skip
 _NUMBERS = {int, float}
 # Half of the operators of an eager run: they make views and buffers.
@@ -81,8 +81,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One rank. `texts`: names and shapes by number. `device_marks`: ranges as the device saw
-    them."""
+    """One rank. `texts`: names and shapes by number."""
 
     path: str
     meta: dict[str, Any]
@@ -91,7 +90,6 @@ class Trace:
     calls: Spans
     ops: Spans
     marks: tuple[NamedRange, ...]
-    device_marks: tuple[NamedRange, ...]
 
     @property
     def rank(self) -> int:
@@ -122,7 +120,7 @@ class Builder:
         self.path = path
         self._numbers: dict[str, int] = {}
         self._tables = {kind: _Table() for kind in ("kernel", "call", "op")}
-        self._marks: dict[str, list[tuple[str, float, float]]] = {"mark": [], "device": []}
+        self._marks: list[tuple[str, float, float]] = []
         self._number = self._numbers.setdefault  # (text, the next number) -> its number
 
     def add(self, events: list[dict[str, Any]]) -> None:
@@ -142,8 +140,8 @@ class Builder:
             lasts: Any = event.get("dur", 0)
             if type(start) not in _NUMBERS or type(lasts) not in _NUMBERS:
                 self._refuse(start if type(start) not in _NUMBERS else lasts)
-            if kind in marks:
-                marks[kind].append((name, start, start + lasts))
+            if kind == "mark":
+                marks.append((name, start, start + lasts))
                 continue
             args = event.get("args")
             thread = event.get("tid")
@@ -187,8 +185,8 @@ class Builder:
         rule = f"has an event with {str(value)[:40]!r} where a time or a number belongs"
         raise UserError(rule, field="trace", value=str(self.path), hint="profile again")
 
-    def mark(self, kind: str, name: str, start: float, end: float) -> None:
-        self._marks[kind].append((name, start, end))
+    def mark(self, name: str, start: float, end: float) -> None:
+        self._marks.append((name, start, end))
 
     def trace(self, meta: dict[str, Any]) -> Trace:
         tables = self._tables
@@ -202,13 +200,7 @@ class Builder:
             hint = "profile with activities CPU and CUDA"
             raise UserError(rule, field="trace", value=str(self.path), hint=hint)
         base = min(float(column.min()) for column in times if len(column))
-        marks = {
-            kind: tuple(
-                NamedRange(name, (start - base) / 1e6, (end - base) / 1e6)
-                for name, start, end in sorted(many, key=lambda one: one[1])
-            )
-            for kind, many in self._marks.items()
-        }
+        marks = sorted(self._marks, key=lambda mark: mark[1])
         return Trace(
             path=str(self.path),
             meta=meta,
@@ -216,8 +208,10 @@ class Builder:
             kernels=tables["kernel"].spans(base),
             calls=tables["call"].spans(base),
             ops=tables["op"].spans(base),
-            marks=marks["mark"],
-            device_marks=marks["device"],
+            marks=tuple(
+                NamedRange(name, (start - base) / 1e6, (end - base) / 1e6)
+                for name, start, end in marks
+            ),
         )
 
 

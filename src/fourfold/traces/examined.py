@@ -9,24 +9,24 @@ The traced run as a RunSpec, from its settings.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.files import refused
 from fourfold.result.trace import TRACE_KEY, TracedRun
 from fourfold.spec import ModelShape, RunSpec, catalog, check, codec
-from fourfold.spec.layout import AXES
-from fourfold.traces import parts
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.traces.counted import Counts, count
 from fourfold.traces.events import Trace, read_chrome
-from fourfold.traces.expect import Run
 from fourfold.traces.host import HostCalls, TracedTimes, step_times
 from fourfold.traces.linked import Linked, TracedSteps, find_steps, link
 from fourfold.traces.nsys import SQLITE_MAGIC, read_nsys
 from fourfold.traces.placing import Placed, place
-from fourfold.traces.settings import Setting, infer, preset_of
+from fourfold.traces.settings import Setting, infer, preset_of, whole_sizes
 from fourfold.traces.shapes import Shapes, shapes_of
 
 _NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
@@ -39,7 +39,7 @@ def run_of(settings: dict[str, Setting]) -> RunSpec | None:
     value = {name: one.value for name, one in settings.items()}
     try:
         shape = model_of(settings)
-        sizes = {axis: value.get(axis, 1) for axis in AXES}
+        sizes = {axis: value.get(axis, 1) for axis in (*AXES, *EXPERT_AXES)}
         accumulated = value.get("micro_batches", 1) * value["micro_batch"]
         table: dict[str, Any] = {
             "model": codec.encode(shape),
@@ -77,30 +77,18 @@ def _policy(value: dict[str, Any]) -> dict[str, Any]:
 def model_of(settings: dict[str, Setting]) -> ModelShape:
     """The preset it resembles, cut to its layers; else a plain decoder of these sizes."""
     value = {name: one.value for name, one in settings.items()}
-    tp = value.get("tp", 1)
-    layers = value["layers"] * value.get("pp", 1)
+    sizes: dict[str, Any] = dict(whole_sizes(settings))
     preset, _ = preset_of(settings)
     if preset:
         shape = catalog.model(preset)
-        tied = value.get("tied", shape.tied)
-        return replace(shape, layers=layers, tied=tied)
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "hidden": value["hidden"],
-        "heads": value["heads"] * tp,
-        "kv_heads": value.get("kv_heads", value["heads"]) * tp,
-        "head_dim": value.get("head_dim"),
-        "vocab": value["vocab"] * tp,
-        "ffn": value.get("ffn", 0) * tp or 4 * value["hidden"],
-        "tied": bool(value.get("tied", False)),
-        "name": "traced",
-    }
-    if value.get("experts"):
-        experts = {"experts": value["experts"] * value.get("ep", 1), "top_k": value["top_k"]}
-        moe = {"ffn": value.get("expert_ffn") or value["hidden"]}
-        return catalog.shape("mixtral", **sizes | experts, moe=moe)
-    family = "llama" if value.get("gated", True) else "gpt"
-    return catalog.shape(family, **sizes)
+        return replace(shape, layers=sizes["layers"], tied=value.get("tied", shape.tied))
+    moe = {"ffn": sizes.pop("expert_ffn", 0) or sizes["hidden"]}
+    usual = {"kv_heads": sizes["heads"], "ffn": 4 * sizes["hidden"]}
+    other = {"head_dim": value.get("head_dim"), "tied": bool(value.get("tied")), "name": "traced"}
+    sizes = usual | sizes | other
+    if "experts" in sizes:
+        return catalog.shape("mixtral", **sizes, top_k=value["top_k"], moe=moe)
+    return catalog.shape("llama", **sizes)
 
 
 def is_graphed(linked: Linked, steps: TracedSteps) -> bool:
@@ -138,12 +126,11 @@ def sizes_of(spec: RunSpec, shapes: Shapes, counts: Counts) -> tuple[Shapes, Cou
 
 
 _ENDINGS = (".json", ".json.gz", ".gz", ".sqlite", ".pt.trace.json")
-_PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Examined:
-    """`parts`: mean seconds of a step, which they add up to."""
+    """`shapes` and `counts` of a graphed run are those of `spec`, where it is known."""
 
     linked: Linked
     steps: TracedSteps
@@ -153,7 +140,6 @@ class Examined:
     settings: dict[str, Setting]
     spec: RunSpec | None
     times: tuple[TracedTimes, ...]
-    told: TracedRun | None
     is_graphed: bool = False
 
     @property
@@ -161,31 +147,19 @@ class Examined:
         return self.linked.trace.rank
 
     @property
+    def kernels(self) -> float:
+        """Of a step."""
+        return len(self.placed.part) / len(self.times)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        return self.settings[name].value if name in self.settings else default
+
+    @cached_property
     def parts(self) -> dict[str, float]:
+        """Mean seconds of a step, which they add up to."""
         steps = [one.parts for one in self.times]
         names = sorted({name for one in steps for name in one})
         return {name: sum(one.get(name, 0.0) for one in steps) / len(steps) for name in names}
-
-    @property
-    def run(self) -> Run:
-        shapes, counts = self.shapes, self.counts
-        if self.is_graphed and self.spec is not None:
-            shapes, counts = sizes_of(self.spec, shapes, counts)
-        small = sum(part == parts.ELEMENTWISE for part in self.placed.part.values())
-        texts = self.linked.trace.texts
-        n = len(self.steps.steps)
-        return Run(
-            placed=self.placed,
-            shapes=shapes,
-            counts=counts,
-            settings=self.settings,
-            spec=self.spec,
-            steps=n,
-            kernels=len(self.placed.part) / n,
-            small_kernels=small / n,
-            plain_routing=any(word in text for text in texts for word in _PLAIN_ROUTING),
-            is_graphed=self.is_graphed,
-        )
 
 
 def trace_files(names: list[str]) -> list[Path]:
@@ -208,8 +182,7 @@ def read_trace(path: Path) -> Trace:
         with open(path, "rb") as stream:
             magic = stream.read(16)
     except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
-        raise UserError(rule, field="trace", value=str(path), hint="check the path") from None
+        raise refused(error, path, field="trace", verb="read") from None
     if magic.startswith(SQLITE_MAGIC):
         return read_nsys(path)
     check.that(magic, "trace", str(path), "is empty", "profile again")
@@ -231,7 +204,7 @@ def examine(trace: Trace) -> Examined:
     times = tuple(step_times(linked, placed.part, step, host) for step in steps.steps)
     spec = told.spec if told else run_of(settings)
     graphed = is_graphed(linked, steps)
-    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, told, graphed)
+    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, graphed)
 
 
 def _told(trace: Trace) -> TracedRun | None:
@@ -246,6 +219,8 @@ def _told(trace: Trace) -> TracedRun | None:
 
 
 def _told_settings(spec: RunSpec) -> dict[str, Any]:
-    policy, tied = spec.policy, spec.model.tied
+    policy, model = spec.policy, spec.model
     told = {"weights": policy.dtypes.param, "sharding": policy.sharding, "compile": policy.compile}
-    return told | {"tied": tied}
+    if model.moe:  # not every way to compute them shows in a trace
+        told |= {"experts": model.experts // spec.layout.ep, "top_k": model.top_k}
+    return told | {"tied": model.tied}

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns
-from fourfold.cost.count.params import model_params
+from fourfold.cost.count.params import RankParams, rank_params, stage_layers
 from fourfold.cost.ops.ends import head
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.rates import Rates
 from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
-from fourfold.traces.counted import Counts
-from fourfold.traces.placing import Placed
-from fourfold.traces.settings import Setting
-from fourfold.traces.shapes import Shapes
+from fourfold.traces.examined import Examined
 
 # Against the rate that the planner fits to whole steps, which pays for the gaps between kernels:
 # products of 1b and 8b models in traces of an H200 take 0.91 to 0.93 of it.
@@ -38,6 +35,7 @@ _BETWEEN_S = 1.6e-6
 # Passes over the rows of all experts: plain torch (sort, index, index_put, scatter_add, casts to
 # fp32 and back) as torchtitan 0.2 has it, against kernels made for it.
 _PLAIN_PASSES, _FUSED_PASSES = 72.0, 16.0
+_PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
 # Half widths (log) of what runs over memory: engines differ in what they fuse.
 _WIDTH = {
     parts.ELEMENTWISE: 0.40, parts.LOSS: 0.45, parts.COPIES: 0.60, parts.OPTIMIZER: 0.30,
@@ -74,8 +72,6 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`compiled`: what passes over memory take when they are fused."""
-
     parts: dict[str, Interval]
 
     @property
@@ -94,26 +90,7 @@ class Expected:
         return sum(self.parts[name].high for name in names if name in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What is known of a traced run for its price."""
-
-    placed: Placed
-    shapes: Shapes
-    counts: Counts
-    settings: dict[str, Setting]
-    spec: RunSpec | None
-    steps: int
-    kernels: float  # of a step
-    small_kernels: float  # ... over memory, in layers
-    plain_routing: bool
-    is_graphed: bool = False  # shapes and counts are those of `spec`
-
-    def value(self, name: str, default: Any = None) -> Any:
-        return self.settings[name].value if name in self.settings else default
-
-
-def expect(run: Run, pricing: Pricing, step_s: float) -> Expected:
+def expect(run: Examined, pricing: Pricing) -> Expected:
     c = pricing.columns
     rates = Rates(c, pricing.coefficients)
     found: dict[str, Interval] = {}
@@ -124,12 +101,12 @@ def expect(run: Run, pricing: Pricing, step_s: float) -> Expected:
             found[part] = Interval.around(seconds, _WIDTH.get(part, pricing.width))
     between = run.kernels * _BETWEEN_S
     found[parts.BETWEEN] = Interval.around(between, _WIDTH[parts.BETWEEN])
-    idle = _IDLE_SHARE * step_s
+    idle = _IDLE_SHARE * run.steps.seconds
     found[parts.LAUNCHES] = Interval(0.0, idle / 2.0, 2.5 * idle)
     return Expected({part: one for part, one in found.items() if one.mid > 0.0})
 
 
-def _products(run: Run, rates: Rates, pricing: Pricing) -> dict[str, float]:
+def _products(run: Examined, rates: Rates, pricing: Pricing) -> dict[str, float]:
     """Every call that was made, by its shape. In 16 bits: a GPU has no reason to be slower."""
     factor = 1.0 if pricing.is_measured else _ALONE
     if run.is_graphed:
@@ -143,11 +120,11 @@ def _products(run: Run, rates: Rates, pricing: Pricing) -> dict[str, float]:
         if part not in parts.PRODUCTS:
             continue
         each = _product_s(rates, m, n, k, groups, of, part)
-        seconds[part] += factor * times * each / run.steps
+        seconds[part] += factor * times * each / len(run.times)
     return seconds
 
 
-def _listed_products(run: Run, rates: Rates) -> float:
+def _listed_products(run: Examined, rates: Rates) -> float:
     """Of kernels without shapes: what the run has to multiply."""
     c, kinds = rates.c, ("product", "grouped product")
     layer, end = (
@@ -171,7 +148,7 @@ def _product_s(rates: Rates, m: int, n: int, k: int, groups: int, of: str, part:
     return _one(rates.grouped_product(op))
 
 
-def _attention(run: Run, rates: Rates) -> dict[str, float]:
+def _attention(run: Examined, rates: Rates) -> dict[str, float]:
     c, micro = rates.c, run.shapes.sequences * np.ones(1)
     there = _one(rates.attention(Op(name="", kind="attention", m=micro)))
     back = _one(rates.attention(Op(name="", kind="attention", phase="inputs", m=micro)))
@@ -180,7 +157,7 @@ def _attention(run: Run, rates: Rates) -> dict[str, float]:
     return {parts.ATTENTION: run.counts.forwards * there + run.counts.backwards * back}
 
 
-def _over_memory(run: Run, rates: Rates, c: Columns) -> dict[str, float]:
+def _over_memory(run: Examined, rates: Rates, c: Columns) -> dict[str, float]:
     counts, spec = run.counts, run.spec
     assert spec is not None
     one, ours = np.ones_like(c.compiled), run.value("engine") == "fourfold" and spec.policy.compile
@@ -203,31 +180,37 @@ def _over_memory(run: Run, rates: Rates, c: Columns) -> dict[str, float]:
     loss = sum(_one(rates.seconds(op)) for op in ends if op.kind != "norm")
     norm = sum(_one(rates.seconds(op)) for op in ends if op.kind == "norm")
     passes = micros * (counts.layers * of_layer + norm) + _added_s(run, c)
-    small = run.small_kernels * _LEAST_KERNEL_S
+    small = list(run.placed.part.values()).count(parts.ELEMENTWISE) / len(run.times)
     weights = _of_weights(run, c)
     return (
-        {parts.ELEMENTWISE: passes + small, parts.LOSS: micros * has_head * loss}
+        {parts.ELEMENTWISE: passes + small * _LEAST_KERNEL_S, parts.LOSS: micros * has_head * loss}
         | weights
         | _routing(run, c)
     )
 
 
-def _added_s(run: Run, c: Columns) -> float:
+def _added_s(run: Examined, c: Columns) -> float:
     """Gradients of later micro batches are added to those of earlier ones."""
     assert run.spec is not None
-    layout, micros = run.spec.layout, run.counts.micro_batches
-    params = model_params(run.spec.model, run.spec.batch.seq_len) / layout.tp / layout.pp
-    return (micros - 1) * 8.0 * params / (0.75 * _one(c.hbm))
+    held = _params(run, run.spec).held
+    return (run.counts.micro_batches - 1) * 8.0 * held / (0.75 * _one(c.hbm))
 
 
-def _of_weights(run: Run, c: Columns) -> dict[str, float]:
+def _params(run: Examined, spec: RunSpec) -> RankParams:
+    """Of the first rank, with its share of the experts."""
+    length = spec.batch.seq_len
+    is_sharded = run.value("engine") in ("torchtitan", "fsdp2")
+    return rank_params(
+        spec.model, spec.layout, seq_len=length, rank=0, zero=max(spec.policy.zero, is_sharded),
+        stages=stage_layers(spec.model, spec.layout.pp, length),
+    )  # fmt: skip
+
+
+def _of_weights(run: Examined, c: Columns) -> dict[str, float]:
     """The update, casts of weights and gradients between the formats, the embedding's rows."""
     spec = run.spec
     assert spec is not None
-    layout = spec.layout
-    params = model_params(spec.model, spec.batch.seq_len) / layout.tp / layout.pp
-    shards = layout.dp * layout.cp if run.value("engine") in ("torchtitan", "fsdp2") else 1
-    shards = layout.shard * layout.cp if spec.policy.zero >= 1 else shards
+    params = _params(run, spec)
     width = 2 if run.value("weights") == "bf16" else 4
     rate = _one(c.hbm)
     bytes_of = _UPDATE_VALUES * width
@@ -235,9 +218,9 @@ def _of_weights(run: Run, c: Columns) -> dict[str, float]:
     if ours:  # clipping is part of the update; see cost/ops/ends.py
         bytes_of = 2.0 * (_one(c.param_bytes) + _one(c.moment_bytes)) + 2.0 * _one(c.act_bytes)
         bytes_of += 2.0 if width == 4 else 0.0
-    update = bytes_of * params / shards / (_UPDATE_RATE[width] * rate)
+    update = bytes_of * params.owned / (_UPDATE_RATE[width] * rate)
     is_mixed = width == 4 and run.value("precision") in ("bf16", "fp16", "fp8") and not ours
-    casts = 12.0 * params / (0.75 * rate) if is_mixed else 0.0
+    casts = 12.0 * params.held / (0.75 * rate) if is_mixed else 0.0
     table = run.shapes.vocab * run.shapes.hidden
     rows = run.counts.micro_batches * run.shapes.tokens * run.shapes.hidden
     return {
@@ -247,11 +230,12 @@ def _of_weights(run: Run, c: Columns) -> dict[str, float]:
     }
 
 
-def _routing(run: Run, c: Columns) -> dict[str, float]:
+def _routing(run: Examined, c: Columns) -> dict[str, float]:
     shapes = run.shapes
     if not shapes.experts:
         return {}
-    passes = _PLAIN_PASSES if run.plain_routing else _FUSED_PASSES
+    plain = any(word in text for text in run.linked.trace.texts for word in _PLAIN_ROUTING)
+    passes = _PLAIN_PASSES if plain else _FUSED_PASSES
     rows = shapes.expert_rows * shapes.hidden * 2.0
     layers = run.counts.micro_batches * run.counts.layers
     return {parts.ROUTING: layers * passes * rows / (0.75 * _one(c.hbm))}

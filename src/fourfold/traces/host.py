@@ -147,12 +147,13 @@ class HostCalls:
 
     def __init__(self, linked: Linked) -> None:
         trace = linked.trace
-        self.linked, self.calls, self._texts = linked, trace.calls, trace.texts
+        self.linked, self.calls = linked, trace.calls
         self.sync, self.memory = self._chosen(SYNCS), self._chosen(MEMORY_CALLS)
         blocking = np.concatenate([self.sync, self.memory])
         blocking = blocking[self.calls.seconds[blocking] > _BLOCKS_S]
         self._blocking = blocking[np.argsort(self.calls.end[blocking], kind="stable")]
-        self._waits = [mark for mark in trace.marks if _DATA_MARK.search(mark.name)]
+        waits = [mark for mark in trace.marks if _DATA_MARK.search(mark.name)]
+        self._waits = (np.array([m.start for m in waits]), np.array([m.end for m in waits]))
         self._busy = _union(
             np.concatenate([trace.ops.start, trace.calls.start]),
             np.concatenate([trace.ops.end, trace.calls.end]),
@@ -176,19 +177,17 @@ class HostCalls:
         return near[self.calls.end[near] > start]
 
     def _overlap(self, chosen: Ints, start: float, end: float) -> float:
-        low = np.maximum(self.calls.start[chosen], start)
-        high = np.minimum(self.calls.end[chosen], end)
-        return float(np.maximum(high - low, 0.0).sum())
+        return _inside_s(self.calls.start[chosen], self.calls.end[chosen], start, end)
 
     def busy_share(self, start: float, end: float) -> float:
         """Of a span: in operators or calls."""
         starts, ends = self._busy
         first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(starts, end)
-        low, high = np.maximum(starts[first:last], start), np.minimum(ends[first:last], end)
-        return float(np.maximum(high - low, 0.0).sum()) / max(end - start, 1e-12)
+        busy_s = _inside_s(starts[first:last], ends[first:last], start, end)
+        return busy_s / max(end - start, 1e-12)
 
     def name(self, call: int) -> str:
-        return self._texts[self.calls.name[call]]
+        return self.linked.trace.texts[self.calls.name[call]]
 
     def waited_for(
         self, start: float, end: float, kernel: int, step: TracedStep
@@ -196,8 +195,8 @@ class HostCalls:
         """(the part, what is to be named) of a gap that ends with `kernel`."""
         linked = self.linked
         launch = float(linked.launch_s[kernel])
-        if linked.on_host or linked.call[kernel] < 0:
-            return (parts.OUTSIDE, "") if linked.on_host else (parts.BETWEEN, "")
+        if linked.call[kernel] < 0:
+            return parts.OUTSIDE if linked.on_host else parts.BETWEEN, ""
         memory = self.within(self.memory, start, end)
         if self._overlap(memory, start, end) > 0.3 * (end - start):
             return parts.MEMORY, self._longest(memory)
@@ -243,8 +242,12 @@ class HostCalls:
         return float(self.linked.launch_s[kernel]) <= self._early[key]
 
     def _in_data_mark(self, start: float, end: float) -> bool:
-        over = sum(max(0.0, min(end, m.end) - max(start, m.start)) for m in self._waits)
-        return over > 0.5 * (end - start)
+        return _inside_s(*self._waits, start, end) > 0.5 * (end - start)
+
+
+def _inside_s(starts: Floats, ends: Floats, start: float, end: float) -> float:
+    """Seconds of spans that lie inside one."""
+    return float(np.maximum(np.minimum(ends, end) - np.maximum(starts, start), 0.0).sum())
 
 
 def _union(starts: Any, ends: Any) -> tuple[Any, Any]:

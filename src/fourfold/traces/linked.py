@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -74,18 +74,18 @@ class Linked:
     @cached_property
     def launch_s(self) -> Any:
         """When the host launched each kernel; where nobody knows, when it began."""
-        known = self.call >= 0
-        told = self.trace.calls.start[np.where(known, self.call, 0)] if len(self.trace.calls) else 0
-        return np.where(known, told, self.kernels.start)
+        return self._of_call(self.trace.calls.start, self.kernels.start)
 
     @cached_property
     def thread(self) -> Any:
         """Of the host that launched each kernel; -1: not known."""
-        known = self.call >= 0
-        told = (
-            self.trace.calls.thread[np.where(known, self.call, 0)] if len(self.trace.calls) else 0
-        )
-        return np.where(known, told, -1)
+        return self._of_call(self.trace.calls.thread, -1)
+
+    def _of_call(self, column: Any, unknown: Any) -> Any:
+        """What a column says of the call that launched each kernel."""
+        if not len(column):
+            return np.broadcast_to(unknown, self.call.shape)
+        return np.where(self.call >= 0, column[np.maximum(self.call, 0)], unknown)
 
 
 def literal(text: str) -> list[Any]:
@@ -129,12 +129,11 @@ def _places(keys: Ints, wanted: Ints) -> Ints:
 def _host_link(trace: Trace) -> Linked:
     """Of a run on cores: operators that call no other one, of every thread."""
     ops = trace.ops
-    names = np.array([text.startswith("aten::") or "::" in text for text in trace.texts], bool)
+    names = np.array(["::" in text for text in trace.texts], bool)
     inner = np.flatnonzero(_leaves(ops) & names[ops.name])
-    kernels = Spans(**{name: getattr(ops, name)[inner] for name in Spans.__annotations__})
     none = np.full(len(inner), -1)
-    blank = Spans(kernels.start, kernels.end, kernels.name, kernels.thread, kernels.external,
-                  none, none, none, none)  # fmt: skip
+    kept = Spans(**{name: getattr(ops, name)[inner] for name in Spans.__annotations__})
+    blank = replace(kept, correlation=none, shape=none, types=none, detail=none)
     return Linked(trace, blank, inner, none, on_host=True)
 
 
@@ -216,17 +215,17 @@ def _by_marks(linked: Linked, marks: list[NamedRange]) -> list[TracedStep]:
     """A kernel belongs to the mark in which the host launched it."""
     if not marks:
         return []
-    launched = linked.launch_s if not linked.on_host else linked.kernels.start
+    launched = linked.launch_s
     begins = np.array([mark.start for mark in marks])
     number = np.searchsorted(begins, launched, side="right") - 1
     known = (linked.call >= 0) | linked.on_host
     number = np.where(known, number, -1)
     after_end = np.array([mark.end for mark in marks])[np.maximum(number, 0)]
     number = np.where(launched <= np.maximum(after_end, marks[-1].start), number, len(marks))
-    edges = [np.flatnonzero(number == i) for i in range(len(marks))]
-    earlier = linked.kernels.end[number == -1] if (number == -1).any() else np.array([])
+    earlier = linked.kernels.end[number == -1]
     steps, before = [], float(earlier.max()) if len(earlier) else marks[0].start
-    for mark, own in zip(marks, edges, strict=True):
+    for i, mark in enumerate(marks):
+        own = np.flatnonzero(number == i)
         if not len(own):
             continue
         end = float(linked.kernels.end[own].max())
@@ -254,10 +253,8 @@ def _optimizer_ends(linked: Linked) -> list[float]:
     ends: list[float] = []
     since = 2**62
     for at in range(len(linked.kernels)):
-        key = (
-            int(linked.kernels.name[at]),
-            int(linked.op[at] >= 0 and linked.trace.ops.name[linked.op[at]]),
-        )
+        op = linked.op[at]
+        key = (int(linked.kernels.name[at]), int(op >= 0 and linked.trace.ops.name[op]))
         if key not in known:
             part = simple_part(linked.kernel_name(at), linked.op_name(at))
             known[key] = part == OPTIMIZER
@@ -274,15 +271,12 @@ def _optimizer_ends(linked: Linked) -> list[float]:
 def _repeats(linked: Linked) -> list[float]:
     """Starts of the rarest kernel that comes at even distances, at least three times."""
     names, counts = np.unique(linked.kernels.name, return_counts=True)
+    span = linked.kernels.end.max() - linked.kernels.start.min()
     for name, _ in sorted(zip(names, counts, strict=True), key=lambda pair: pair[1]):
         starts: Any = linked.kernels.start[linked.kernels.name == name]
         if len(starts) < 3:
             continue
         apart = np.diff(starts)
-        if apart.max() < 1.2 * apart.min() and apart.sum() > 0.4 * _span(linked):
-            return [float(start) for start in starts]
+        if apart.max() < 1.2 * apart.min() and apart.sum() > 0.4 * span:
+            return starts.tolist()
     return []
-
-
-def _span(linked: Linked) -> float:
-    return float(linked.kernels.end.max() - linked.kernels.start.min())

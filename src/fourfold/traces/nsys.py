@@ -60,7 +60,7 @@ def _read(base: sqlite3.Connection, builder: Builder) -> dict[str, Any]:
         asked = "SELECT start, end, text, textId FROM NVTX_EVENTS WHERE end IS NOT NULL"
         for start, end, text, number in base.execute(asked):
             name = str(text if text is not None else texts.get(number, ""))
-            builder.mark("mark", name, start / 1e3, end / 1e3)
+            builder.mark(name, start / 1e3, end / 1e3)
     return _meta(base, tables)
 
 

@@ -6,6 +6,7 @@ Process groups of a trace: which axis of a layout each one is.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -22,15 +23,17 @@ from fourfold.traces.shapes import Multiplied, Shapes
 # Words in a group's description (torch's meshes, Megatron, DeepSpeed, our engine) -> the axis. The
 # first that is found counts: an expert's group may name data or tensor parallelism, too.
 _WORDS = (
-    ("ep", r"expert_model|\bep\b|mesh_ep|expert_parallel|moe_a2a"),
+    ("ep", r"expert_(tensor_and_)?model|\bep\b|mesh_ep|expert_parallel|moe_a2a"),
     ("edp", r"efsdp|expert_data|\bedp\b|dp_shard_mod_ep"),
     ("etp", r"etp|expert_tensor"),
+    ("pp", r"pipeline|\bpp\b|mesh_pp|embedding"),
     ("tp", r"tensor_model|\btp\b|mesh_tp|tensor|\bmp\b|model_parallel_group(?!.*data)"),
     ("cp", r"context|\bcp\b(?!.*dp)|mesh_cp|ulysses|sequence_parallel"),
-    ("pp", r"pipeline|\bpp\b|mesh_pp|embedding"),
     ("dp", r"data|\bdp|fsdp|shard|replicate|dp_cp|ddp|zero|mesh_batch"),
     ("world", r"default|world|all_ranks|this_rank"),
 )  # fmt: skip
+# Megatron's groups over several axes, whose sizes are of none.
+_SEVERAL = re.compile(r"_and_|tensor_model_pipeline|^model_parallel_group", re.I)
 
 
 def axis_word(description: str) -> str:
@@ -57,8 +60,9 @@ def axis_sizes(trace: Trace) -> dict[str, int]:
     """The largest group of each axis."""
     sizes: dict[str, int] = {}
     for one in _groups(trace):
-        axis, size = axis_word(str(one.get("pg_desc", ""))), one.get("pg_size", 1)
-        if isinstance(size, int):
+        words, size = str(one.get("pg_desc", "")), one.get("pg_size", 1)
+        axis = axis_word(words)
+        if isinstance(size, int) and not _SEVERAL.search(words):
             sizes[axis] = max(size, sizes.get(axis, 1))
     return sizes
 
@@ -99,13 +103,12 @@ class Placed:
 
 
 def place(linked: Linked, shapes: Shapes, steps: TracedSteps) -> Placed:
-    inside = steps.kernels
     weighed = {one.kernel: _weighed(one, shapes) for one in shapes.products}
     fills = [mark for mark in linked.trace.marks if mark.name == FILL]
     known: dict[tuple[int, int, int], str] = {}
     part: dict[int, str] = {}
     rows, helpers = _RowNames(shapes, weighed.values()), []
-    for at in sorted(inside, key=lambda place: linked.kernels.start[place]):
+    for at in sorted(steps.kernels, key=lambda place: linked.kernels.start[place]):
         kernel, op = linked.kernel_name(at), linked.op_name(at)
         if parts.is_nccl(kernel):
             part[at] = parts.COMMUNICATION + axis_of(linked.trace, linked.detail(at))
@@ -114,16 +117,14 @@ def place(linked: Linked, shapes: Shapes, steps: TracedSteps) -> Placed:
         elif op in PRODUCT_OPS and linked.op[at] >= 0:
             helpers.append(at)
         else:
-            place = linked.op[at]
-            key = (int(linked.kernels.name[at]), *_op_key(linked, int(place)))
+            key = (int(linked.kernels.name[at]), *_op_key(linked, int(linked.op[at])))
             if key not in known:
                 known[key] = _by_names(linked, at, kernel, op, shapes)
             part[at] = known[key]
     of_op = {int(linked.op[at]): part[at] for at in weighed if at in part}
     part |= {at: of_op.get(int(linked.op[at]), parts.OTHER) for at in helpers}
-    within(
-        linked, part, [m for m in linked.trace.marks if _STEP_MARK.match(m.name)], parts.OPTIMIZER
-    )
+    updates = [mark for mark in linked.trace.marks if _STEP_MARK.match(mark.name)]
+    within(linked, part, updates, parts.OPTIMIZER)
     within(linked, part, fills, parts.STAND_IN)
     for step in steps.steps:
         _end_of_step(linked, part, step)
@@ -138,7 +139,7 @@ def _op_key(linked: Linked, op: int) -> tuple[int, int]:
 def _by_names(linked: Linked, at: int, kernel: str, op: str, shapes: Shapes) -> str:
     simple = parts.simple_part(kernel, op)
     dims = [one for one in linked.dims(at) if one]
-    if simple == parts.EMBEDDING or simple == parts.ATTENTION or simple == parts.OPTIMIZER:
+    if simple in (parts.EMBEDDING, parts.ATTENTION, parts.OPTIMIZER):
         return simple
     if _is_logits(dims, shapes) and simple != parts.OTHER:
         return parts.LOSS
@@ -148,15 +149,8 @@ def _by_names(linked: Linked, at: int, kernel: str, op: str, shapes: Shapes) -> 
     if of_weight and shapes.vocab in dims[0] and op in ("aten::gather", "aten::index"):
         return parts.EMBEDDING
     rows = shapes.expert_rows
-    many = any(one[0] >= 0.9 * rows or _rows(one) >= 0.9 * rows for one in dims) if rows else False
+    many = rows > 0 and any(max(one[0], math.prod(one[:-1])) >= 0.9 * rows for one in dims)
     return parts.memory_part(kernel, op, of_weight=of_weight, expert_rows=many)
-
-
-def _rows(dims: tuple[int, ...]) -> float:
-    rows = 1.0
-    for size in dims[:-1]:
-        rows *= size
-    return rows
 
 
 def _is_logits(dims: list[tuple[int, ...]], shapes: Shapes) -> bool:

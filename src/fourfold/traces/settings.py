@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.spec import catalog
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.traces import parts
 from fourfold.traces.counted import Counts
 from fourfold.traces.linked import Linked
@@ -59,9 +60,9 @@ def infer(
     """`steps`: how many the trace has."""
     found: list[Setting] = []
 
-    def say(name: str, value: Any, evidence: str, doubt: str = "") -> None:
+    def say(name: str, value: Any, evidence: str) -> None:
         if value not in (0, "", None):
-            found.append(Setting(name, value, evidence, doubt))
+            found.append(Setting(name, value, evidence))
 
     say("gpu", _gpu(linked), "the trace's device")
     say("engine", *_engine(linked))
@@ -209,15 +210,12 @@ def _layout(linked: Linked) -> list[Setting]:
     trace = linked.trace
     world, sizes = world_size(trace), axis_sizes(trace)
     found = []
-    for axis in (*AXES, "ep"):
-        if axis != "dp" and sizes.get(axis, 1) >= 1:
-            size = sizes.get(axis, 1)
-            found.append(
-                Setting(axis, size, f"process groups of {size}" if axis in sizes else "no group")
-            )
-    used = 1
-    for one in found:
-        used *= one.value if one.name in AXES else 1
+    for axis in (*AXES, *EXPERT_AXES):
+        size = sizes.get(axis, 1)
+        if axis != "dp" and (axis != "etp" or size > 1):
+            said = f"process groups of {size}" if axis in sizes else "no group"
+            found.append(Setting(axis, size, said))
+    used = math.prod(one.value for one in found if one.name in AXES)
     dp = max(1, world // used)
     doubt = "" if dp * used == world else f"{used} ranks of other axes do not divide {world}"
     told = sizes.get("dp", dp)
@@ -231,8 +229,7 @@ def _layout(linked: Linked) -> list[Setting]:
 
 def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
     """(a preset of the catalogue with these widths, '' or how it differs)."""
-    asked = {name: settings[name].value for name in _SHAPE if name in settings}
-    asked = {name: _whole(name, value, settings) for name, value in asked.items()}
+    asked = whole_sizes(settings)
     best: tuple[int, str, str] | None = None
     if not {"hidden", "heads", "vocab"} <= asked.keys():
         return "", ""
@@ -257,14 +254,13 @@ def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
 
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "vocab", "experts", "ffn", "expert_ffn")
+_CUT_BY = dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"), "tp") | {
+    "layers": "pp", "experts": "ep", "expert_ffn": "etp",
+}  # fmt: skip
 
 
-def _whole(name: str, value: int, settings: dict[str, Setting]) -> int:
+def whole_sizes(settings: dict[str, Setting]) -> dict[str, int]:
     """Of the model, where a rank sees its part."""
-    tp = settings["tp"].value if "tp" in settings else 1
-    ep = settings["ep"].value if "ep" in settings else 1
-    if name in ("heads", "kv_heads", "ffn", "vocab"):
-        return value * tp
-    if name == "layers":
-        return value * (settings["pp"].value if "pp" in settings else 1)
-    return value * ep if name == "experts" else value
+    value = {name: one.value for name, one in settings.items()}
+    found = {name: value[name] for name in _SHAPE if name in value}
+    return {name: size * value.get(_CUT_BY.get(name, ""), 1) for name, size in found.items()}

@@ -8,7 +8,7 @@ from math import exp, prod
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
 from fourfold.traces.cause import MEMORY_BOUND, Cause, TraceCase
@@ -148,7 +148,7 @@ def _number(field: str, text: str) -> float:
 
 def _changed(spec: RunSpec, path: str, text: str) -> RunSpec:
     table: dict[str, Any] = codec.encode(spec)
-    value, said = codec.toml_value(text), f"{path.rpartition('.')[2]}={text}"
+    value, said = texts.toml_value(text), f"{path.rpartition('.')[2]}={text}"
     if path in _COUNTS:
         is_count = isinstance(value, int) and value >= 1
         check.that(is_count, "what-if", said, "must be a whole number of 1 or more")

@@ -1,64 +1,47 @@
-"""The verbs: a typed request in, a frozen dataclass out; events go to the caller's `on_event`.
-
-Fields of a request as a program gives them: texts with units become numbers, and what they must
-be.
-"""
+"""The verbs: a typed request in, a frozen dataclass out; events go to the caller's `on_event`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, get_args, get_origin
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from fourfold.escape import html_table
-from fourfold.spec import Batch, Layout, Policy, check, codec
-from fourfold.units import counted
-
-LAYOUT_RULE = "must be a table, a text such as 'tp8 pp2', or a Layout"
+from fourfold.spec import check, codec
 
 
-def read_plan(request: Any) -> None:
-    """What a PlanRequest may also be given: sizes with units, a Layout, a Policy."""
-    if isinstance(request.global_batch, str):
-        plain = {"seq_len": request.seq_len, "global_batch": request.global_batch}
-        set_field(request, "global_batch", codec.decode(Batch, plain).global_batch)
-    read_units(request)
-    if isinstance(request.layout, Layout):
-        require_world(request.layout, request.gpus)
-        set_field(request, "layout", str(request.layout))
-    if isinstance(request.policy, Policy):
-        set_field(request, "policy", codec.encode(request.policy))
-    check.that(isinstance(request.layout, str | Mapping), "layout", request.layout, LAYOUT_RULE)
-    check.that(isinstance(request.policy, Mapping), "policy", request.policy, "must be a table")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a verb is asked. The command line has read its flags; a program, or an agent, may write
+    texts with units ('8k', '300B', '10%'), 2e12, lists, and tables in place of what they describe.
+    """
+
+    def __post_init__(self) -> None:
+        hints = codec.type_hints(type(self))
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is None:
+                continue
+            read = codec.decode_value(hints[one.name], _plain(value), one.name)
+            set_field(self, one.name, read)
+            choices = one.metadata["flag"].choices if "flag" in one.metadata else ()
+            for each in (read if isinstance(read, tuple) else (read,)) if choices else ():
+                rule = f"is not one of {', '.join(choices)}"
+                check.that(each in choices, one.name, each, rule)
 
 
-def read_units(request: Any) -> None:
-    """Texts with units ('8k', '300B', '10%') as the numbers they mean, in a request that a program
-    makes; the command line has read its own. Other texts, and what is no number, are refused."""
-    for name, hint in codec.type_hints(type(request)).items():
-        value = getattr(request, name)
-        (kind, *others) = [one for one in get_args(hint) or (hint,) if one is not type(None)]
-        if get_origin(hint) is Annotated:
-            kind, others = hint, []
-        if value is None or others:
-            continue
-        has_units = get_origin(kind) is Annotated
-        base = get_args(kind)[0] if has_units else kind
-        if base in (int, float, bool) or (has_units and isinstance(value, str)):
-            plain = value.item() if hasattr(value, "item") else value  # of NumPy
-            set_field(request, name, codec.decode_value(kind, plain, name))
+def _plain(value: Any) -> Any:
+    """Paths as texts; a number of NumPy as one of Python."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
 
 
 def set_field(request: Any, name: str, value: Any) -> None:
     """Of a frozen request, while it is made."""
     object.__setattr__(request, name, value)
-
-
-def require_world(layout: Layout, gpus: int | None) -> None:
-    """A layout of a program has every axis, unlike a text that names some."""
-    rule = f"uses {counted(layout.world, 'GPU')}, not {gpus}"
-    hint = "a Layout decides every axis; 'tp2' as a text decides one"
-    check.that(gpus in (None, layout.world), "layout", str(layout), rule, hint)
 
 
 def measured(one: Any) -> dict[str, Any]:

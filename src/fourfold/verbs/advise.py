@@ -20,14 +20,14 @@ from fourfold.search.stack_names import match_stack
 from fourfold.spec import Cluster, Device, catalog, check, codec, words
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, Request
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import CALIBRATION, Count, PlanRequest, Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdviseRequest:
+class AdviseRequest(Request):
     """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
 
     gpu: str | None = flag("GPU to judge for (see 'fourfold clusters')", "ID")
@@ -96,7 +96,19 @@ class Advice(Answer):
 
 
 def advise(request: AdviseRequest, *, on_event: OnEvent = ignore) -> Advice:
-    return _shapes(request, on_event) if request.params is not None else _sizes(request)
+    whole = request.params is not None
+    rule = "is of one layer, not of --params" if whole else "needs --params"
+    for name in _OF_ONE_LAYER if whole else _OF_PARAMS:
+        value, default = getattr(request, name), "flash" if name == "attention" else None
+        check.that(value == default, name.replace("_", "-"), value, rule)
+    return _shapes(request, on_event) if whole else _sizes(request)
+
+
+_OF_ONE_LAYER = (
+    "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "top_k", "ep",
+    "micro_batch", "attention",
+)  # fmt: skip
+_OF_PARAMS = ("max_nodes", "global_batch", "tokens")
 
 
 def _sizes(request: AdviseRequest) -> Advice:
@@ -119,7 +131,7 @@ def _sizes(request: AdviseRequest) -> Advice:
     free_heads = request.heads is None and not every
     advice = {
         "hidden": sizes.hidden_advice(shape, kernels, free_heads=free_heads),
-        "heads": sizes.heads_advice(shape, kernels),
+        "heads": _heads(request, shape, kernels),
     }
     if every or request.ffn is not None:
         advice["ffn"] = sizes.ffn_advice(shape, kernels)
@@ -138,6 +150,14 @@ def _sizes(request: AdviseRequest) -> Advice:
         calibration=whose,
         sizes=advice,
     )
+
+
+def _heads(request: AdviseRequest, shape: LayerShape, kernels: sizes.Kernels) -> dict[str, Any]:
+    advice = sizes.heads_advice(shape, kernels)
+    if request.model and catalog.model(request.model).latent:
+        said = "latent attention is judged as a plain one of as many heads, each with its own keys"
+        advice["notes"].append(said)
+    return advice
 
 
 def _coefficients(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign
-from fourfold.launch.permit import Permit, gpu_count, require_gpus
-from fourfold.result.trace import trace_path
+from fourfold.launch.permit import Permit, emulated, gpu_count, require_gpus
+from fourfold.result.trace import trace_files, trace_path
 from fourfold.search.legal import why_not
 from fourfold.spec import check
-from fourfold.spec.run import RunSpec, run_of
+from fourfold.spec.run import AnyRun, RunSpec, run_of
 from fourfold.spec.site import Site, parse_assignments
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.verbs import Answer
@@ -25,7 +25,6 @@ from fourfold.verbs.runs import TRIAL_TAG
 from fourfold.verbs.sites import Submission, campaign_of, engine_predictor, site_of, submission
 
 MOST_TRIALS = 6
-AnyRun = RunSpec | Mapping[str, Any]  # or its table
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,9 @@ def described(
 ) -> RunSpec:
     """A RunSpec as it is. A run's table that does not say so is compiled if its `ranks` compute on
     GPUs of their own, by our engine; a split backward pass (zero-bubble) can't be."""
-    if isinstance(run, RunSpec):
-        return run
     spec = run_of(run)
+    if isinstance(run, RunSpec):
+        return spec
     policy = run.get("policy")
     if not is_ours or (isinstance(policy, Mapping) and "compile" in policy):
         return spec
@@ -64,6 +63,11 @@ def described(
 
 def permit_of(request: Start) -> Permit:
     return Permit(env=parse_assignments(request.env), oversubscribe=request.oversubscribe)
+
+
+def warn_of_emulation(specs: Iterable[RunSpec], on_event: OnEvent) -> None:
+    for note in {emulated(spec) for spec in specs} - {""}:
+        on_event(Event(f"note: {note}"))
 
 
 def bench(
@@ -132,14 +136,18 @@ def _prepared(
 ) -> tuple[Campaign, Predictor, RunSpec]:
     is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
     site = site_of(request)
+    spec = described(run, is_ours=is_ours, site=site)
     options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
     if request.trace:
         alone = is_ours and request.repeat == 1
         check.that(alone, "trace", request.trace, "needs a single run by our own engine")
-        options += (("trace", str(trace_path(request.trace))),)
+        path = trace_path(request.trace, spec.gpus)
+        options += (("trace", str(path)),)
+        if spec.gpus > 1:
+            first, *_, last = trace_files(path, spec.gpus)
+            on_event(Event(f"traces of the ranks: {first.name} to {last.name}"))
     campaign = campaign_of(request, known, permit, on_event, options)
     campaign.clear_up()
-    spec = described(run, is_ours=is_ours, site=site)
     _require_startable(spec, permit, is_here=is_ours and site is None)
     if is_ours:
         tokens_of(spec)
@@ -147,6 +155,8 @@ def _prepared(
     rule = f"certainly does not fit: {too_large}"
     hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
     check.that(not too_large, "model", spec.model.name, rule, hint)
+    if is_ours and site is None:
+        warn_of_emulation([spec], on_event)
     return campaign, known, spec
 
 

@@ -11,12 +11,12 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import Ramp, check, codec
 from fourfold.units import count_from, days_from
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, Request
 from fourfold.verbs.requests import Count, PlanRequest, Share, Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPhase:
+class TrainingPhase(Request):
     """Tokens with a sequence length, batch or number of GPUs of their own; what is None is the
     plan's."""
 
@@ -26,16 +26,9 @@ class TrainingPhase:
     gpus: Size | None = None
     ramp: Annotated[Ramp, Ramp.parse] | None = None
 
-    @classmethod
-    def from_plain(cls, data: object, path: str = "") -> TrainingPhase:
-        """A ramp as a table, or as '192,16,9765625'."""
-        if isinstance(data, dict) and isinstance(data.get("ramp"), str):
-            data = data | {"ramp": codec.encode(Ramp.parse(data["ramp"]))}
-        return codec.decode_fields(cls, data, path)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalendarRequest:
+class CalendarRequest(Request):
     """A plan with its `tokens`, or phases that have their own, and what is assumed beside steps.
     Without a number of GPUs, `deadline` asks for the fewest and `budget` for the most."""
 
@@ -57,10 +50,13 @@ class CalendarRequest:
     curve: bool = False  # also other numbers of GPUs, for a picture
 
     def __post_init__(self) -> None:
+        Request.__post_init__(self)
         for name in ("deadline", "budget"):
             value = getattr(self, name)
             check.that(value is None or value > 0, name, value, "must be above 0")
         check.that(0 < self.chance < 1, "chance", self.chance, "must be between 0 and 1")
+        asked = self.chance == 0.8 or self.deadline is not None or self.budget is not None
+        check.that(asked, "chance", self.chance, "needs a deadline or a budget")
         if not self.phases and self.plan.tokens is None:
             raise UserError("is required", field="tokens", hint="such as --tokens 2T")
 

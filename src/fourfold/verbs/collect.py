@@ -19,18 +19,20 @@ from fourfold.logs.book import READERS, Book, read_log, read_nodes
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import check_out, is_table, keep, read_table
-from fourfold.spec import catalog, check, codec, nccl_tests
+from fourfold.spec import catalog, check, nccl_tests, texts
 from fourfold.units import counted
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, Request
 
 COLLECTED = "collected.csv"
 _LOGS = (".log", ".txt", ".out", ".err", ".csv", ".tsv", ".jsonl", ".ndjson", ".json", "")
 _OF_NODE = re.compile(r"engine-[0-9]+\.log")
+# What lies beside all that we keep of a run, a job or a checkpoint.
+_KEPT = {"run.json": "RunReport", "job.json": "Job", "state.json": "CheckpointState"}
 _NCCL_BYTES, _SNIFF_CHARS = 2**24, 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectRequest:
+class CollectRequest(Request):
     """`fields`: columns of the reference schema that hold for every run, as texts."""
 
     logs: tuple[str, ...] = flag(
@@ -137,7 +139,7 @@ def read_files(
         row.notes.append(f"n_gpus: {counted(len(ranks), 'rank')} with a log here")
     one = FileRead(log, book.engine if rows else "unknown", rows, book)
     if book.dropped_runs:
-        one.notes.append(f"{book.dropped_runs} further runs are left out")
+        one.notes.append(f"left out: {counted(book.dropped_runs, 'further run')}")
     return _marked(one)
 
 
@@ -210,7 +212,7 @@ def _side(path: str | None) -> list[tuple[str, dict[str, str]]]:
     if path is None:
         return []
     with inside(path):
-        data = codec.parse_toml(files.read_text(path, field="fields"))
+        data = texts.parse_toml(files.read_text(path, field="fields"))
         tables = {name: value for name, value in data.items() if isinstance(value, dict)}
         plain = {name: value for name, value in data.items() if name not in tables}
         return [
@@ -232,10 +234,26 @@ def _expanded(logs: Sequence[str]) -> list[str]:
             str(item)
             for item in inside
             if item is path
-            or (item.is_file() and item.suffix.lower() in _LOGS and item.name != COLLECTED)
+            or (item.is_file() and item.suffix.lower() in _LOGS and not _is_ours(item))
         ]
-    check.that(found, "LOG", " ".join(logs), "contains no log")
+    hint = "'fourfold report' and 'fit --runs' take our own runs, 'train --show' a training"
+    check.that(found, "LOG", " ".join(logs), "contains no log of another engine", hint)
     return list(dict.fromkeys(found))
+
+
+def _is_ours(path: Path) -> bool:
+    """What we keep of a run, a job or a checkpoint is no log."""
+    kept = any(_is_of(path.parent / name, kind) for name, kind in _KEPT.items())
+    return path.name in (COLLECTED, ".index.json") or (kept and not path.match("engine*.log"))
+
+
+def _is_of(path: Path, kind: str) -> bool:
+    """Whether it is a file that we wrote: others have a state.json too."""
+    try:
+        with open(path, "rb") as stream:
+            return f'"type": "{kind}"'.encode() in stream.read(200)
+    except OSError:
+        return False
 
 
 def _by_run(logs: Sequence[str]) -> list[list[str]]:

@@ -30,12 +30,12 @@ from fourfold.events import Event, OnEvent, ignore, notes
 from fourfold.flag import flag
 from fourfold.launch.local import require_torch
 from fourfold.spec import check, codec
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, Request
 from fourfold.verbs.run_requests import ENGINES, VerifyRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginesRequest:
+class EnginesRequest(Request):
     """Releases that the matrix is of."""
 
     names: tuple[str, ...] = flag("a release, such as torchtitan==0.3.0", "NAME", nargs="*",

@@ -34,6 +34,7 @@ from fourfold.traces.examined import (
     graph_setting,
     read_trace,
     run_of,
+    sizes_of,
     trace_files,
 )
 from fourfold.traces.expect import Expected, Pricing, expect
@@ -49,7 +50,7 @@ def cluster_of(found: Examined, request: DiagnoseRequest) -> Cluster | None:
     ranks = found.spec.gpus if found.spec else 1
     if request.cluster:
         return known_cluster(request.cluster, ranks)
-    name = found.settings["gpu"].value if "gpu" in found.settings else ""
+    name = found.value("gpu", "")
     if request.gpu:
         name = catalog.device(request.gpu).name
     return named_cluster(name, ranks) if name else None
@@ -99,15 +100,9 @@ def _any_run() -> RunSpec:
 
 
 def case_of(found: Examined, pricing: Pricing | None, request: DiagnoseRequest) -> TraceCase:
-    step_s, run = found.steps.seconds, found.run
-    expected = expect(run, pricing, step_s) if pricing else Expected({})
     return TraceCase(
-        linked=found.linked,
-        run=run,
-        measured=found.parts,
-        expected=expected,
-        times=found.times,
-        step_s=step_s,
+        run=found,
+        expected=expect(found, pricing) if pricing else Expected({}),
         fits_without=_without_recompute(found, request),
         is_priced=pricing is not None,
     )
@@ -120,7 +115,7 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
         return None
     asked = replace(spec, policy=replace(spec.policy, recompute="none"))
     calibration = calibrations.shipped()
-    engine = found.settings["engine"].value if "engine" in found.settings else "fourfold"
+    engine = found.value("engine", "fourfold")
     name = engine if engine in ("torchtitan", "megatron", "nanotron", "deepspeed") else "fourfold"
     stack = match_stack(name, cluster, calibration)
     entry, _ = entry_for(calibration, stack, cluster)
@@ -227,7 +222,10 @@ def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, A
         settings = _overruled(settings, known, "--spec" if request.spec else "--model")
     if found.is_graphed:
         settings = settings | {"launched": graph_setting(spec)}
-    return replace(found, spec=spec, settings=settings)
+    shapes, counts = found.shapes, found.counts
+    if found.is_graphed and spec is not None:
+        shapes, counts = sizes_of(spec, shapes, counts)
+    return replace(found, spec=spec, settings=settings, shapes=shapes, counts=counts)
 
 
 def _overruled(settings: dict[str, Setting], known: dict[str, Any], by: str) -> dict[str, Setting]:
@@ -251,16 +249,16 @@ def _between_ranks(ranks: Sequence[RankRow], found: Examined) -> list[Cause]:
     """A rank that computes longer than the others makes all of them wait."""
     if len(ranks) < 2:
         return []
-    usual = median(row.busy_s for row in ranks)
     slowest = max(ranks, key=lambda row: row.busy_s)
+    usual = median(row.busy_s for row in ranks if row is not slowest)
     over = slowest.busy_s - usual
     if over < LEAST_SHARE * slowest.step_s or over < 0.04 * usual:
         return []
-    stages = found.settings["pp"].value if "pp" in found.settings else 1
+    stages = found.value("pp", 1)
     name = "imbalance of stages" if stages > 1 else f"straggler: rank {slowest.rank}"
     remedy = (
         "move layers from the fullest stage" if stages > 1
-        else "look at that GPU's clock, temperature and neighbours; exchange it"
+        else "look at that device's clock, temperature and neighbours; exchange it"
     )  # fmt: skip
     evidence = (
         f"rank {slowest.rank} computes {1e3 * slowest.busy_s:.0f} ms, others {1e3 * usual:.0f}"

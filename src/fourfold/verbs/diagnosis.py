@@ -115,10 +115,12 @@ class Diagnosis(Answer):
 
     @property
     def model(self) -> str:
+        """As the trace or the request says; else the preset of these widths."""
         name, differs = preset_of(self.settings)
-        if not name:
-            return self.found.spec.model.name if self.found.spec else "unknown"
-        return f"{name} ({differs})" if differs else name
+        said = self.found.spec.model.name if self.found.spec else ""
+        if said and said != name:
+            return said
+        return f"{name} ({differs})" if differs else name or "unknown"
 
     @property
     def verdict(self) -> str:

@@ -28,7 +28,7 @@ from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
 from fourfold.result.report import RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.spec import RunSpec, catalog, check, codec
+from fourfold.spec import RunSpec, catalog, check, codec, texts
 from fourfold.spec.site import Env, Site, require_form
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor
@@ -89,8 +89,8 @@ def engine_template(name: str) -> EngineTemplate:
         hint = f"{nearest(name, catalog.engine_names())}, or pass the path of a template"
         raise UserError("unknown engine", field="engine", value=name, hint=hint)
     path = name if is_file else str(_DATA / f"{name}.toml")
+    data = texts.read(path, field="engine")
     with inside(path):
-        data = codec.parse_toml(files.read_text(path, field="engine"))
         return codec.decode(EngineTemplate, {"name": Path(path).stem.lower(), **data})
 
 

@@ -18,7 +18,7 @@ from fourfold.escape import toml_text
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.spec import check, codec
-from fourfold.verbs import Answer, measured
+from fourfold.verbs import Answer, Request, measured
 from fourfold.verbs.machine import read_calibration
 
 _FIT = ("fit_pct", "refused_pct", "missed_pct", "unsure_pct")
@@ -26,7 +26,7 @@ _INTERVAL = ("coverage_pct", "width_pct", "interval_score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExamRequest:
+class ExamRequest(Request):
     """`folder` is a season. `check`: one submission, scored alone."""
 
     folder: str = flag(

@@ -29,8 +29,8 @@ from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
 from fourfold.spec.supported import left_out, without_idle_window
-from fourfold.units import counted
-from fourfold.verbs import Answer
+from fourfold.units import counted, three_digits
+from fourfold.verbs import Answer, Request
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
@@ -75,7 +75,7 @@ def export(
     query, counts = resolved(request, on_event)
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
     if not len(ranking):
-        raise UserError("nothing fits to export", hint="plan without --export for the reasons")
+        raise UserError(f"nothing to export: {answer(ranking, top=1).reason}")
     check.that(
         pick <= len(ranking),
         "pick",
@@ -147,7 +147,8 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     needs = (
         f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
     )
-    seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s per step"
+    ends = (three_digits(float(end[place])) for end in (predicted.low_s, predicted.high_s))
+    seconds = f"{' to '.join(ends)} s per step"
     chance = float(fit_chance(c, query.entry)[0])
     fits = f"{100 * chance:.0f}% chance to fit"
     advice = "; --safe prefers layouts that surely fit" if chance < SURE and not query.safe else ""
@@ -159,7 +160,7 @@ _GPUS, _COUNT, _TOKENS = ("a100-80gb", "h100-80gb", "b200", "mi300x"), 64, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupportRequest:
+class SupportRequest(Request):
     model: str = flag("preset, or a file", "MODEL", names=("model",), default="")
     engine: str | None = flag("only this engine", "ENGINE", names=("engine",), nargs="?")
     gpu: str | None = flag("only this GPU", "GPU", names=("gpu",), nargs="?")

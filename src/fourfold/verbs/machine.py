@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 from fourfold import files
 from fourfold.cost.fit import calibration as calibrations
@@ -247,9 +247,12 @@ class Machine(TypedDict, total=False):
     calibration: str | None
 
 
-def predictor(**machine: Unpack[Machine]) -> Predictor:
-    cluster, profile = machine.get("cluster"), machine.get("profile")
-    calibration = machine.get("calibration")
+def predictor(
+    *,
+    cluster: str | Cluster | None = None,
+    profile: str | None = None,
+    calibration: str | None = None,
+) -> Predictor:
     named = known_cluster(cluster) if cluster else None
     measured = read_profile(profile) if profile else None
     known = calibrations.load(calibration) if calibration else None

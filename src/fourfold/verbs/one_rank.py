@@ -35,7 +35,8 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.query import entry_for
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
+from fourfold.spec.run import AnyRun
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of
@@ -170,10 +171,11 @@ class OneRanks(Answer):
 
 
 def one_rank(
-    run: Mapping[str, Any], request: OneRankRequest | None = None, *, on_event: OnEvent = ignore
+    run: AnyRun, request: OneRankRequest | None = None, *, on_event: OnEvent = ignore
 ) -> OneRanks:
-    """`run` is a run's table; each of the request's layouts is put into it."""
+    """Each of the request's layouts is put into the run."""
     request = request or OneRankRequest()
+    run = codec.encode(run) if isinstance(run, RunSpec) else run
     specs = [_spec(run, request, text) for text in request.layouts or ("",)]
     planners = [StagePlanner(request, spec) for spec in specs]
     ranks = [_rank(request.as_rank, planner) for planner in planners]
@@ -218,7 +220,7 @@ def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec
             codec.put(table, "policy.sharding", word)
         elif "=" in word:
             path, _, value = word.partition("=")
-            codec.put(table, path, codec.toml_value(value))
+            codec.put(table, path, texts.toml_value(value))
         else:
             axes.append(word)
     if axes:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +31,12 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
-from fourfold.spec import check
-from fourfold.spec.layout import EXPERT_AXES, Layout
+from fourfold.spec import Cluster, check
+from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
-from fourfold.verbs.machine import Machine, known_cluster, planned_calibration, planned_cluster
+from fourfold.verbs.machine import known_cluster, planned_calibration, planned_cluster
 from fourfold.verbs.question import EXPORTED, named_axes, resolved
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import OURS
@@ -211,6 +211,10 @@ def explain(
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
     `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
     chosen, named = named_axes(layout) if isinstance(layout, str) else (layout, {*EXPERT_AXES})
+    if chosen.order != AXES:
+        asked, chosen = chosen, replace(chosen, order=AXES)
+        rule = "plan knows this order of placement alone, tp ranks side by side"
+        on_event(Event(f"read as: {asked} = {chosen}; {rule}"))
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen, open_experts=named.isdisjoint(EXPERT_AXES))
     explanation = explain_ranking(query, chosen, ranking, listed=operations)
@@ -252,10 +256,15 @@ class Stacks(Answer):
         return self.stacks
 
 
-def stacks(*, gpu: str | None = None, **machine: Unpack[Machine]) -> Stacks:
-    named, profile = machine.get("cluster"), machine.get("profile")
-    cluster = None
-    if named or gpu or profile:
-        cluster = planned_cluster(cluster=named, gpu=gpu, profile=profile, gpus=1)
-    known = planned_calibration(machine.get("calibration"), profile, cluster)
-    return Stacks(list(listed(known, cluster)))
+def stacks(
+    *,
+    gpu: str | None = None,
+    cluster: str | Cluster | None = None,
+    profile: str | None = None,
+    calibration: str | None = None,
+) -> Stacks:
+    machine = None
+    if cluster or gpu or profile:
+        machine = planned_cluster(cluster=cluster, gpu=gpu, profile=profile, gpus=1)
+    known = planned_calibration(calibration, profile, machine)
+    return Stacks(list(listed(known, machine)))

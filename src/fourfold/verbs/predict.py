@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack, overload
 
@@ -33,6 +33,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import Cluster, RunSpec, catalog, codec
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
+from fourfold.spec.run import AnyRun, run_of
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration
@@ -74,15 +75,16 @@ class Predicted(Answer):
 
 
 @overload
-def predict(run: RunSpec, stack: str = ..., **machine: Unpack[Machine]) -> Prediction: ...
+def predict(run: AnyRun, stack: str = ..., **machine: Unpack[Machine]) -> Prediction: ...
 @overload
-def predict(run: Sequence[RunSpec], stack: str = ..., **machine: Unpack[Machine]) -> Predicted: ...
+def predict(run: Sequence[AnyRun], stack: str = ..., **machine: Unpack[Machine]) -> Predicted: ...
 def predict(
-    run: RunSpec | Sequence[RunSpec], stack: str = "fourfold", **machine: Unpack[Machine]
+    run: AnyRun | Sequence[AnyRun], stack: str = "fourfold", **machine: Unpack[Machine]
 ) -> Prediction | Predicted:
     """What one run or several will take as `stack` would run them: the same numbers as in 'plan'.
     Without a cluster or a profile, a rough guess from this host's cores."""
-    specs = (run,) if isinstance(run, RunSpec) else tuple(run)
+    is_one = isinstance(run, RunSpec | Mapping)
+    specs = tuple(map(run_of, [run] if is_one else run))
     known = predictor(**machine)
     predictions = predict_specs(
         specs,
@@ -98,7 +100,7 @@ def predict(
         replace(one, limit_bytes=float(spec.memory_limit or limit), basis=basis)
         for spec, one in zip(specs, predictions, strict=True)
     )
-    return found[0] if isinstance(run, RunSpec) else Predicted(specs, found)
+    return found[0] if is_one else Predicted(specs, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,10 +251,10 @@ class DryRun:
 
 
 def dryrun(
-    spec: RunSpec, *, rank: int | None = None, stages: bool = False, on_event: OnEvent = ignore
+    run: AnyRun, *, rank: int | None = None, stages: bool = False, on_event: OnEvent = ignore
 ) -> DryRun:
     """Of rank 0 or `rank`, or of one rank of every pipeline stage; cores share the work."""
-    ranks = [rank or 0]
+    spec, ranks = run_of(run), [rank or 0]
     if stages:
         ranks = [stage * spec.layout.stride("pp") for stage in range(spec.layout.pp)]
     elif not 0 <= ranks[0] < spec.gpus:

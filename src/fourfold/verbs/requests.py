@@ -12,10 +12,11 @@ from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.search.choice import MOST_RISK, RISK
-from fourfold.spec import Batch, Cluster, ModelShape, Ramp, RunSpec, check, codec
+from fourfold.spec import Batch, Cluster, Layout, ModelShape, Policy, Ramp, RunSpec, check, codec
+from fourfold.spec.run import refuse_short_names
 from fourfold.spec.words import DTYPES
-from fourfold.units import bytes_per_s_from, count_from, share_from, size_from
-from fourfold.verbs import LAYOUT_RULE, read_plan
+from fourfold.units import bytes_per_s_from, count_from, counted, share_from, size_from
+from fourfold.verbs import Request, set_field
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
@@ -29,48 +30,35 @@ STORE = ("run store (default: runs)", "DIR")
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PlanRequest that a run's table decides."""
+    refuse_short_names(table)
     known = [*codec.type_hints(RunSpec), "schema"]
     for name in table:
         if name not in known:
             is_flag = name in codec.type_hints(PlanRequest)
             hint = f"use --{name.replace('_', '-')}" if is_flag else nearest(name, known)
-            raise UserError(f"a run description has no field '{name}'", hint=hint)
-    plain, policy = (_table(table, name) for name in ("batch", "policy"))
+            raise UserError("unknown field", field=name, hint=hint)
+    plain = table.get("batch", {})
+    check.that(isinstance(plain, Mapping), "batch", plain, "must be a table")
     sizes = ((name, plain.get(name)) for name in ("seq_len", "global_batch"))
     for name, value in (("model", table.get("model")), *sizes):
         if value is None:
             hint = "'fourfold models' lists presets" if name == "model" else ""
             raise UserError("is required", field=name, hint=hint)
     batch = codec.decode(Batch, {**plain, "micro_batch": None}, "batch")
-    model, layout = table["model"], table.get("layout", "")
-    check.that(isinstance(layout, str | Mapping), "layout", layout, LAYOUT_RULE)
-    fields = (
-        (RunSpec, "gpus", table.get("gpus")),
-        (Batch, "micro_batch", plain.get("micro_batch")),
-    )
     return {
-        "model": model if isinstance(model, str) else codec.decode(ModelShape, model, "model"),
-        "layout": layout,
-        "policy": policy,
-        **{
-            name: codec.decode_value(codec.type_hints(cls)[name], value, name)
-            for cls, name, value in fields
-            if value is not None
-        },
+        "model": table["model"],
+        "layout": table.get("layout", ""),
+        "policy": table.get("policy", {}),
+        "gpus": table.get("gpus"),
+        "micro_batch": plain.get("micro_batch"),
         "seq_len": batch.seq_len,
         "global_batch": batch.global_batch,
         "ramp": batch.ramp,
     }
 
 
-def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = table.get(name, {})
-    check.that(isinstance(value, Mapping), name, value, "must be a table")
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(Request):
     """A run with parts left open, the machines, and what to list.
 
     `layout` names the axes that are decided ('tp8 pp2', or a table; a `Layout` decides all), and
@@ -129,7 +117,18 @@ class PlanRequest:
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
-        read_plan(self)
+        if isinstance(self.global_batch, str):
+            plain = {"seq_len": self.seq_len, "global_batch": self.global_batch}
+            set_field(self, "global_batch", codec.decode(Batch, plain).global_batch)
+        if isinstance(self.layout, Layout):  # it has every axis, unlike a text that names some
+            rule = f"uses {counted(self.layout.world, 'GPU')}, not {self.gpus}"
+            hint = "a Layout decides every axis; 'tp2' as a text decides one"
+            same = self.gpus in (None, self.layout.world)
+            check.that(same, "layout", str(self.layout), rule, hint)
+            set_field(self, "layout", str(self.layout))
+        if isinstance(self.policy, Policy):
+            set_field(self, "policy", codec.encode(self.policy))
+        Request.__post_init__(self)
         check.whole(1, 10_000, top=self.top)
         check.whole(1, 2**17, max_nodes=self.max_nodes)
         check.whole(0, 2**16, micro_batch=self.micro_batch)
@@ -140,7 +139,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFilter:
+class RunFilter(Request):
     """Which runs of a store; all conditions must hold."""
 
     runs: str = flag(*STORE, default="runs")
@@ -177,7 +176,7 @@ class ReportRequest(RunFilter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRequest:
+class ClusterRequest(Request):
     """What is known of a cluster. A measurement replaces the data sheet's rate, a value given here
     replaces both."""
 
@@ -199,7 +198,7 @@ class ClusterRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitRequest:
+class FitRequest(Request):
     """Measured runs: tables, and the runs of a store that were made on `cluster`. `suggest`: name
     that many runs whose measurement would teach most."""
 
@@ -221,7 +220,7 @@ class FitRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
+class ScoreRequest(Request):
     """Tables of measured runs, each one source, and how they are predicted besides."""
 
     rows: tuple[str, ...] = flag(
@@ -236,7 +235,7 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokensRequest:
+class TokensRequest(Request):
     """Texts, and the token file to make of them; `vocab` of a model must suffice."""
 
     files: tuple[str, ...] = flag(
@@ -259,7 +258,7 @@ class TokensRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsRequest:
+class WeightsRequest(Request):
     """One checkpoint, or the newest of a training, and the folder to write."""
 
     checkpoint: str = flag(
@@ -272,7 +271,7 @@ class WeightsRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiagnoseRequest:
+class DiagnoseRequest(Request):
     """`what_if`: FIELD=VALUE, several with commas. `spec`: a run's table that is known better than
     the trace tells it."""
 
@@ -289,5 +288,5 @@ class DiagnoseRequest:
         default=(),
     )
     fix: str | None = flag("also predict the step with all remedies", "all", choices=("all",))
-    runs: str | None = flag(f"also keep it as a run: {STORE[0]}", STORE[1])
-    spec: dict[str, Any] = field(default_factory=dict)
+    runs: str | None = flag("also keep it as a run of this store", "DIR")
+    spec: Mapping[str, Any] = field(default_factory=dict)

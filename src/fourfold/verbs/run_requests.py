@@ -16,11 +16,12 @@ from fourfold.spec import Cluster, catalog, check
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault
+from fourfold.verbs import Request, set_field
 from fourfold.verbs.requests import CONVENTION, STORE, Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Request):
     """What only the caller may allow a job on this host; see `launch.permit`."""
 
     env: tuple[str, ...] = flag(
@@ -69,9 +70,10 @@ class MeasureRequest(Launch):
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
+        Request.__post_init__(self)
         check.that(self.repeat >= 1, "repeat", self.repeat, "must be 1 or more")
         if self.engine == OURS:
-            object.__setattr__(self, "engine", None)
+            set_field(self, "engine", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class OneRankRequest(Start):
     trace: str | None = None
 
     def __post_init__(self) -> None:
+        Request.__post_init__(self)
         if self.micro_batches is not None and self.micro_batches < 0:
             raise UserError("must be 0 or more", field="micro-batches", value=self.micro_batches)
 
@@ -144,7 +147,7 @@ def _many(text: str, metavar: str, *names: str, default: Any = (), **rest: Any) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MptSweep:
+class MptSweep(Request):
     """A sweep in the style of the MPT scripts; two exponents are a range, both ends included.
     `base`: what all runs share, as a run's table."""
 
@@ -167,7 +170,7 @@ class MptSweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSweep:
+class PlanSweep(Request):
     """The planner's `count` best layouts for the run of `table`."""
 
     table: Mapping[str, Any]
@@ -239,7 +242,7 @@ class TrainRequest(Launch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateRequest:
+class CalibrateRequest(Request):
     """`ranks`: those of the cluster that this host is described as."""
 
     quick: bool = flag("20 seconds instead of 2.5 minutes", default=False)
@@ -255,7 +258,7 @@ _SIZES, _LAYER = "sizes (each overrides the model's)", "only for kind layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRequest:
+class TraceRequest(Request):
     """One rank's part of a parallel layer."""
 
     kind: Kind = flag(", ".join(KINDS), "KIND", names=("kind",), choices=KINDS, default=MISSING)

@@ -4,7 +4,6 @@ worth by every FLOP convention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,10 +20,10 @@ from fourfold.cost.count.params import (
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import Batch, Cluster, Device, ModelShape, catalog, check, codec
-from fourfold.spec.run import RunSpec, run_of
+from fourfold.spec.run import AnyRun, RunSpec, run_of
 from fourfold.spec.supported import not_run, remarks, windowed
 from fourfold.units import number_from
-from fourfold.verbs import Answer
+from fourfold.verbs import Answer, Request
 
 DEFAULT_SEQ_LEN = 2048
 
@@ -131,10 +130,10 @@ def models(seq_len: int = DEFAULT_SEQ_LEN) -> Models:
     return Models(tuple(Model(**_described(catalog.model(name), seq_len)) for name in names))
 
 
-def model(run: Mapping[str, Any], *, rank: int | None = None) -> Model:
+def model(run: AnyRun, *, rank: int | None = None) -> Model:
     """One model. Where the run has several ranks, or one is asked for: what the first of each
     pipeline stage (or `rank`) holds and owns."""
-    spec = codec.decode(RunSpec, dict(run))
+    spec = run_of(run)
     described = _described(spec.model, spec.batch.seq_len)
     if spec.gpus == 1 and rank is None:
         return Model(**described)
@@ -214,7 +213,7 @@ def utilisation(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlopsRequest:
+class FlopsRequest(Request):
     """A measured speed, and the GPU it is a share of. `convention` None: all of them."""
 
     gpu: str | None = flag("GPU for MFU and HFU, such as h100-80gb", "ID")
@@ -247,10 +246,10 @@ class Flops(Answer):
         return [{"convention": name, **codec.encode(row)} for name, row in counted]
 
 
-def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
+def flops(run: AnyRun, request: FlopsRequest | None = None) -> Flops:
     request = request or FlopsRequest()
     spec = run_of(run)
-    given = run.get("batch", {})
+    given = {"seq_len", "global_batch"} if isinstance(run, RunSpec) else run.get("batch", {})
     check.given("seq_len" in given, "seq-len")
     model, batch, policy = spec.model, spec.batch, spec.policy
     speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)

@@ -16,7 +16,7 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
 from fourfold.verbs import Answer
-from fourfold.verbs.bench import choose_micro_batch, permit_of
+from fourfold.verbs.bench import choose_micro_batch, permit_of, warn_of_emulation
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
 from fourfold.verbs.sites import Submission, campaign_of, submission
@@ -129,6 +129,8 @@ def _run_all(
         if why:
             on_event(Event(f"illegal: {combination.label}: {why}"))
     campaign.clear_up()
+    if campaign.queue is None and not request.engine:
+        warn_of_emulation((pairs[place][0].spec for place in ready.legal), on_event)
     rows: list[dict[str, Any]] = []
     with campaign.queued(_to_queue(campaign, ready, request.repeat)):
         for number, (one, why) in enumerate(pairs, start=1):

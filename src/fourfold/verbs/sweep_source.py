@@ -66,6 +66,9 @@ def _mpt(request: MptSweep) -> Sweep:
     if request.micro_batch:
         sizes = ("auto" if word == "auto" else _whole(word) for word in request.micro_batch)
         axes.append(("micro_batch", tuple(sizes)))
+    rule, hint = "is an axis of this sweep and is set too", "give one, or write a FILE.toml"
+    for name, _ in axes:
+        check.that(name not in fixed, name, None, rule, hint)
     return Sweep(base=fixed, axes=tuple(axes))
 
 

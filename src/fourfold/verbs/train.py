@@ -21,13 +21,13 @@ from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
 from fourfold.result.trace import trace_window
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.supported import left_out
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted, show_seconds
 from fourfold.verbs import Answer
-from fourfold.verbs.bench import permit_of, tokens_of
+from fourfold.verbs.bench import permit_of, tokens_of, warn_of_emulation
 from fourfold.verbs.run_requests import TrainRequest
 from fourfold.verbs.sites import Submission, described_job, launcher_of, site_of, submission_of
 from fourfold.verbs.train_start import (
@@ -113,6 +113,8 @@ def _asked(
     must_have_packages(settings)
     if request.trace_steps:
         trace_window(request.trace_steps)
+    if site_of(request) is None:
+        warn_of_emulation([spec], on_event)
     return folder, spec, settings
 
 
@@ -165,7 +167,7 @@ def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore)
 def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict[str, Any]:
     failure = report.failure
     if failure is None:
-        answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
+        answer = texts.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
         if isinstance(answer, dict) and answer["stopped"]:
             return {"outcome": "stopped", "note": "on request; run the same command to continue"}
         return {"outcome": report.outcome}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fourfold import files
+from fourfold.cost.count import params
 from fourfold.errors import UserError, install
 from fourfold.events import Event, OnEvent
 from fourfold.launch.folder import end_processes_of
@@ -25,7 +25,8 @@ from fourfold.result.files.training_folder import (
 )
 from fourfold.search.legal import require_legal
 from fourfold.spec import check, codec
-from fourfold.spec.hf.tensors import MODULES, approximation
+from fourfold.spec.hf.folder import CONFIG, HfFolder
+from fourfold.spec.hf.tensors import approximation
 from fourfold.spec.run import RunSpec, run_of
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
@@ -52,13 +53,15 @@ def described(
         rule, out = "has no training to continue", str(folder.root)
         raise UserError(rule, field="out", value=out, hint=hint)
     check.given("steps" in plain, "steps")
-    newest = None if request.fresh else folder.newest()
+    newest, weights = None if request.fresh else folder.newest(), None
     asked = plain.get("weights")
     if newest is None:
-        _begin_from(table, plain, on_event)
+        weights = _begin_from(table, plain, on_event)
     elif asked:
         plain["weights"] = _same_weights(asked, newest)
     spec = run_of(table)
+    if weights is not None:
+        weights.require(spec.model, params.tensors(spec.model, spec.batch.seq_len))
     if spec.data:  # the ranks, and the next start, may work in another folder
         spec = replace(spec, data=str(Path(spec.data).absolute()))
     return spec, codec.decode(TrainSettings, plain, "train")
@@ -74,25 +77,22 @@ def _same_weights(asked: str, newest: Checkpoint) -> str:
     return began
 
 
-def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEvent) -> None:
+def _begin_from(
+    table: dict[str, Any], settings: dict[str, Any], on_event: OnEvent
+) -> HfFolder | None:
     """Complete a training's tables where it begins from a folder: the model is the folder's unless
     another is named, and the path holds wherever the ranks work."""
     if not settings.get("weights"):
-        return
+        return None
     folder = Path(settings["weights"]).absolute()
     settings["weights"] = str(folder)
     must_have_safetensors("train --weights")
-    config = codec.parse_json(files.read_text(folder / "config.json", field="weights"))
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in MODULES:
-        rule = f"has the unsupported model type '{kind}'"
-        hint = f"supported: {', '.join(MODULES)}"
-        raise UserError(rule, field="weights", value=str(folder), hint=hint)
-    assert isinstance(config, dict)
-    approximated = approximation(kind, config)
+    weights = HfFolder(folder)
+    approximated = approximation(weights.kind, weights.config)
     if approximated:
         on_event(Event(f"note: {approximated}"))
-    table.setdefault("model", str(folder / "config.json"))
+    table.setdefault("model", str(folder / CONFIG))
+    return weights
 
 
 def must_be_legal(spec: RunSpec, permit: Permit, *, is_here: bool) -> None:

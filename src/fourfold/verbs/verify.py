@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from fourfold.result.report import RunReport
 from fourfold.spec import Layout, ModelShape, Policy, RunSpec, check, codec
 from fourfold.spec.catalog import TINY, model
 from fourfold.spec.supported import not_run
-from fourfold.units import show_bytes
+from fourfold.units import counted, show_bytes
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
@@ -77,15 +78,13 @@ def _cases(request: VerifyRequest) -> tuple[list[RunSpec], Mapping[str, int], in
     wish = _wish(request, permit_of(request))
     found, refused = verify_cases.cases(wish)
     if not found:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
-        raise UserError(
-            f"no legal layout for {request.layout or f'{wish.world} ranks'}; rejected by: "
-            f"{reasons or 'nothing matched'}",
-            hint="change --world, --layout or --axis",
-        )
+        rules = "; ".join({one.reason: str(one) for one in reversed(refused)}.values())
+        asked = request.layout or counted(wish.world, "rank")
+        alone = f"none has {request.axis} above 1; change --world, --layout or --axis"
+        raise UserError(f"no legal layout for {asked}: {rules or alone}")
     if request.sample is not None:
         found = verify_cases.sample(found, request.sample, request.seed)
-    return found, refused, wish.world
+    return found, Counter(one.reason for one in refused), wish.world
 
 
 def _wish(request: VerifyRequest, permit: Permit) -> Wish:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
 
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import Refusal, Target, why_not
 from fourfold.spec import Batch, ModelShape, Policy, RunSpec, check
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS, ExpertFault
@@ -90,11 +89,11 @@ def policies(layout: Layout, base: Policy, *, has_experts: bool = False) -> Iter
         yield replace(base, **chosen, sequence_parallel=cut)
 
 
-def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
-    """(runs to make, refused by reason)."""
+def cases(wish: Wish) -> tuple[list[RunSpec], list[Refusal]]:
+    """(runs to make, why each other was refused)."""
     base = replace(Policy(precision="fp32"), **wish.fixed)
     runs: list[RunSpec] = []
-    refused: Counter[str] = Counter()
+    refused: list[Refusal] = []
     for shape in wish.models:
         for layout in _layouts(shape, wish):
             if wish.request.axis and getattr(layout, wish.request.axis) == 1:
@@ -107,7 +106,7 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
                 model = _capped(shape, layout, policy, wish)
                 refusals = why_not(model, layout, batch, policy, target)
                 if refusals:
-                    refused[refusals[0].reason] += 1
+                    refused.append(refusals[0])
                     continue
                 run = RunSpec(
                     model=model,

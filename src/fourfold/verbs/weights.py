@@ -16,7 +16,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import STATE_FILE, Checkpoint
 from fourfold.result.files.stored import NotWholeError
 from fourfold.result.job import Job, answer_file
-from fourfold.spec import check, codec
+from fourfold.spec import check, texts
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.verbs import Answer
@@ -130,7 +130,7 @@ def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> 
                 raise
             # Explained: where it was noticed is no help.
             raise JobError(lines.partition("\nTraceback")[0]) from None
-        answer = codec.parse_json(files.read_text(answer_file(folder, 0)))
+        answer = texts.parse_json(files.read_text(answer_file(folder, 0)))
     assert isinstance(answer, dict)
     return answer
 

@@ -23,12 +23,11 @@ from fourfold.conformance.ranks.reference import (
     Elements,
     Part,
     Tiny,
-    attend,
     batch,
+    block,
     gradient,
     local,
     rms_norm,
-    route,
 )
 
 LARGE = 64  # elements: numbers that are no statistics
@@ -242,14 +241,7 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(numbers.float()))
 
     def forward(self, h: Tensor) -> Tensor:
-        w: dict[str, Tensor] = dict(self.named_parameters())
-        t = self.t
-        h = h + attend(rms_norm(h, w["norm1"], t.eps), w, "", t)
-        a = rms_norm(h, w["norm2"], t.eps)
-        if t.experts:
-            return h + route(a.flatten(0, 1), w, "", t, []).view_as(h)
-        inner = torch.nn.functional.silu(a @ w["gate"].T) * (a @ w["up"].T)
-        return h + inner @ w["down"].T
+        return block(h, dict(self.named_parameters()), "", self.t, [])
 
 
 class Plain(nn.Module):
@@ -267,8 +259,8 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.embed[x]
-        for block in self.blocks:
-            h = block(h)
+        for layer in self.blocks:
+            h = layer(h)
         logits = rms_norm(h, self.norm, self.t.eps) @ (self.embed if self.t.tied else self.head).T
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum"

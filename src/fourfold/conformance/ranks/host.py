@@ -125,13 +125,8 @@ def judge(adapter: type[Adapter], cell: Cell, tiny: Tiny, seed: int, folder: Pat
     got["held"] = held_norm(ranks[0]["grad"]) if cell.world > 1 else 0.0
     apart = max(relative(rank["norm"], got["norm"]) for rank in ranks)
     truth = train(tiny, seed, decays=adapter.decays)
-    answer: dict = {
-        "end": "done",
-        "convention": "",
-        "standins": ranks[0]["standins"],
-        "signature": [],
-    }
-    answer |= figures(got, truth)
+    answer: dict = {"end": "done", "convention": "", "signature": [], **figures(got, truth)}
+    answer["standins"] = ranks[0]["standins"]
     rows = tiny.batch // cell.dp
     micro_rows = rows // micro_batches(cell)
     means = {"mean of every micro batch": (micro_rows, 1), "mean of every rank": (rows, 1)}
@@ -148,8 +143,7 @@ def judge(adapter: type[Adapter], cell: Cell, tiny: Tiny, seed: int, folder: Pat
     if apart > 1e-6:
         answer["signature"].append(f"norms of ranks differ by {apart:.2g}")
     answer["equal"] = answer["equal"] and not answer["signature"]
-    text = json.dumps(answer, default=float)
-    (folder / "answer.json").write_text(text.replace("Infinity", "1e999"), encoding="utf-8")
+    (folder / "answer.json").write_text(json.dumps(answer, default=float), encoding="utf-8")
 
 
 def failure(adapter: type[Adapter], folder: Path, codes: dict[int, int], limit_s: float) -> dict:
@@ -235,5 +229,5 @@ def serve(adapter: type[Adapter], answers: int) -> None:
             answer = {"end": "crash", "why": f"{type(error).__name__}: {error}"}
         for name, value in answer.items():
             if isinstance(value, float) and not math.isfinite(value):
-                answer[name] = 1e999
-        os.write(answers, (json.dumps(answer).replace("Infinity", "1e999") + "\n").encode())
+                answer[name] = math.inf
+        os.write(answers, f"{json.dumps(answer)}\n".encode())

@@ -104,6 +104,7 @@ def gradient(p: Tensor) -> Tensor:
 
 
 STEPS, LR, BETAS, EPS, DECAY, CLIP = 3, 1e-2, (0.9, 0.95), 1e-5, 0.1, 1.0
+ADAMW: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,17 +221,19 @@ def route(a: Tensor, w: dict[str, Tensor], p: str, t: Tiny, margins: list[float]
     return torch.einsum("tef,edf,te->td", inner, w[p + "edown"], gate)
 
 
-def decode(w: dict[str, Tensor], x: Tensor, t: Tiny, margins: list[float] | None = None) -> Tensor:
+def block(h: Tensor, w: dict[str, Tensor], p: str, t: Tiny, margins: list[float]) -> Tensor:
+    """One layer, whose weights have the prefix `p`."""
+    h = h + attend(rms_norm(h, w[p + "norm1"], t.eps), w, p, t)
+    a = rms_norm(h, w[p + "norm2"], t.eps)
+    if t.experts:
+        return h + route(a.flatten(0, 1), w, p, t, margins).view_as(h)
+    return h + (F.silu(a @ w[p + "gate"].T) * (a @ w[p + "up"].T)) @ w[p + "down"].T
+
+
+def decode(w: dict[str, Tensor], x: Tensor, t: Tiny, margins: list[float]) -> Tensor:
     h = w["embed"][x]
     for i in range(t.layers):
-        p = f"{i}."
-        h = h + attend(rms_norm(h, w[p + "norm1"], t.eps), w, p, t)
-        a = rms_norm(h, w[p + "norm2"], t.eps)
-        if t.experts:
-            flat = route(a.flatten(0, 1), w, p, t, [] if margins is None else margins)
-            h = h + flat.view_as(h)
-        else:
-            h = h + (F.silu(a @ w[p + "gate"].T) * (a @ w[p + "up"].T)) @ w[p + "down"].T
+        h = block(h, w, f"{i}.", t, margins)
     return rms_norm(h, w["norm"], t.eps) @ w["embed" if t.tied else "head"].T
 
 
@@ -259,7 +262,7 @@ def train(
         {"params": [v for k, v in w.items() if decays(k) is yes], "weight_decay": DECAY * yes}
         for yes in (True, False)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
     losses, norms, first = [], [], {}
     for step in range(STEPS):
         x, y, m = batch(t, step, seed)

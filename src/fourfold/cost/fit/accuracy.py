@@ -52,11 +52,6 @@ class Score:
     missed_pct: float
     unsure_pct: float
 
-    @classmethod
-    def empty(cls, source: str) -> Score:
-        nan = float("nan")
-        return cls(source, 0, nan, nan, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
-
 
 def timed_rows(rows: Rows, answers: RowPredictions) -> Bools:
     """Those whose seconds were measured and predicted."""

@@ -24,7 +24,7 @@ from fourfold.cost.fit.coefficients import BY_NAME, HOST, LEAN, MEMORY, TIME, de
 from fourfold.cost.fit.ranges import Ranges, joined_ranges
 from fourfold.cost.stacks import family_of, has_experts, year_of
 from fourfold.errors import UserError, shorten
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, texts
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
@@ -253,7 +253,7 @@ def _rounded(value: Any) -> Any:
 def from_json(text: str, where: str) -> Calibration:
     """A calibration from a file's text; says what is wrong with it."""
     try:
-        data = codec.parse_json(text)
+        data = texts.parse_json(text)
         if not isinstance(data, dict) or data.get("type") != "Calibration":
             raise UserError("is not a calibration file")
         found = codec.load(Calibration, data)
@@ -291,4 +291,4 @@ def gpu_entry(stack: str, device: str) -> FittedStack | None:
 @functools.cache
 def _read(name: str) -> Calibration:
     file = resources.files("fourfold").joinpath("data", "calibrations", name)
-    return codec.load(Calibration, codec.parse_json(file.read_text(encoding="utf-8")))
+    return codec.load(Calibration, texts.parse_json(file.read_text(encoding="utf-8")))

@@ -157,7 +157,7 @@ def calibrate(
     rows = sample(tables)
     fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
     kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
-    tell(f"fitting {len(rows)} rows: {counted(len(fresh), 'key')} of stack and cluster")
+    tell(f"fitting {counted(len(rows), 'row')}: {counted(len(fresh), 'key')} of stack and cluster")
     entries = (*kept, *fit_entries(rows, kept, rounds=3, fixed=fixed))
     if not kept:
         entries = settled(entries)

@@ -6,15 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.columns import BY_COST, Columns, Floats
 from fourfold.cost.ops.layer import linear, norm
-from fourfold.cost.ops.op import Op, Sizes
+from fourfold.cost.ops.op import Op, Sizes, reduced_ranks
 
 # Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
 _EAGER_LEAN_BYTES = 88.0
-# Of what interleaved stages send: the rest travels beside the chunks between. Without it rows of
-# NeMo on H100 ask for 1.2 times the network they have.
-SENT_ALONE = 0.2
 
 
 def embedding(c: Columns, micro: Floats) -> list[Op]:
@@ -51,25 +48,26 @@ def handover(c: Columns, micro: Floats) -> list[Op]:
     sequence parallelism Megatron's and DeepSpeed's tensor ranks send a part of the outputs each and
     gather it on arrival; gradients, and torch's outputs, go whole from every rank."""
     whole = micro * c.seq / c.cp * c.hidden * c.act_bytes
-    alone = np.where(c.vpp > 1, SENT_ALONE, 1.0)
     times = np.where(c.pp > 1, c.vpp, 0.0)
     parts = np.where(c.fsdp2 > 0, c.split, c.tp)
     gathers = np.where((c.fsdp2 < 1) & (c.sp < 1), times, 0.0)
     send = partial(Op, name="stage, send", kind="send", axis="pp", times=times)
     return [
-        send(bytes=whole / parts * alone),
+        send(bytes=whole / parts),
         Op(name="stage, gather", kind="collective", axis="tp", bytes=whole, halves=gathers),
-        send(phase="inputs", bytes=whole / c.split * alone),
+        send(phase="inputs", bytes=whole / c.split),
     ]
 
 
 def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
-    """Once a step below ZeRO-3: gradients summed over all ranks that see other tokens, or
-    scattered; weights that ZeRO-1 divides gathered."""
+    """Below ZeRO-3: gradients summed over all ranks that see other tokens, or scattered; weights
+    that ZeRO-1 divides gathered. Once a step; ZeRO-2 holds parts of gradients alone and so scatters
+    those of every micro batch, but in torch's pipelines, which wait for the last one."""
     size, shards = reduced_ranks(c, whose)
     is_whole = (c.zero < 1) | (shards < size)  # every rank needs the whole sum: an all-reduce
     reduced = np.where((size > 1) & (c.zero < 3), 1.0, 0.0)
     gathered = reduced * np.where((c.zero >= 1) & (shards > 1), 1.0, 0.0)
+    each = (c.zero == 2) & ((c.pp == 1) | (c.balanced == BY_COST))
     once = partial(Op, kind="collective", axis=f"dp{whose}")
     return (
         once(
@@ -77,7 +75,7 @@ def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
             phase="weights",
             bytes=params * c.grad_bytes,
             halves=np.where(is_whole, 2.0, 1.0),
-            times=reduced,
+            times=reduced * np.where(each, np.maximum(1.0, c.micros), 1.0),
         ),
         once(
             name=f"weights{whose}, gather",
@@ -88,20 +86,12 @@ def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
     )
 
 
-def reduced_ranks(c: Columns, whose: str) -> tuple[Floats, Floats]:
-    """(ranks whose gradients are summed, those over which ZeRO divides them): of all weights but
-    experts', or of `whose`."""
-    return (c.expert_copies, c.expert_shard) if whose else (c.dp * c.cp, c.shard)
-
-
-def update(c: Columns, params: Floats, counted_params: Floats, whose: str = "") -> list[Op]:
+def update(c: Columns, params: Floats, whose: str = "") -> list[Op]:
     """Counted: weights and moments are read and written, gradients read for their norm and for the
     update, the copies that layers compute with written."""
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
-    ours = c.our_kernels > 0
-    shards = np.where(c.zero >= 1, reduced_ranks(c, whose)[1], 1.0)
-    moved = np.where(ours, each * counted_params, c.update_traffic * params) / shards
-    mine = counted_params / shards
+    mine = params / np.where(c.zero >= 1, reduced_ranks(c, whose)[1], 1.0)
+    moved = np.where(c.our_kernels > 0, each, c.update_traffic) * mine
     return [Op(name=f"optimizer{whose}", kind="copy", phase="update", bytes=moved, m=mine)]

@@ -262,8 +262,9 @@ def context(c: Columns, s: Sizes) -> Iterator[Op]:
     """Keys and values of other ranks: passed round a ring, gathered, or exchanged with queries and
     outputs for whole sequences of fewer heads (Ulysses). Backwards also their gradients."""
     is_exchange = c.cp_kind == _ULYSSES
-    moved = 2.0 * c.act_bytes * s.tokens * (c.kv_width / c.tp + np.where(is_exchange, s.width, 0.0))
-    keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=moved)
+    own = 2.0 * c.act_bytes * s.tokens * (c.kv_width / c.tp + np.where(is_exchange, s.width, 0.0))
+    whole = own * np.where(is_exchange, 1.0, c.cp)
+    keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=whole)
     yield keys(m=s.micro, again=s.all_again)
     yield keys(m=s.micro, phase="inputs", halves=np.where(is_exchange, 1.0, 2.0))
 

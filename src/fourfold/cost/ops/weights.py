@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.ops.experts import expert_casts
-from fourfold.cost.ops.op import Op, Sizes
+from fourfold.cost.ops.op import Op, Sizes, reduced_ranks
 from fourfold.spec.words import DTYPES
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
@@ -39,12 +39,13 @@ def casts(c: Columns, s: Sizes) -> Iterator[Op]:
 
 def weights(c: Columns) -> Iterator[Op]:
     """ZeRO-3 gathers a layer before either pass and scatters its gradients; they are added up over
-    micro batches. Experts have ranks of their own."""
+    micro batches, and over replicas. Experts have ranks of their own."""
     kinds = [("", c.rank_layer_weights, c.shard)]
     if np.any(c.experts > 0):
         kinds.append((" experts", c.rank_expert_weights, c.expert_shard))
     for whose, params, ranks in kinds:
         sharded = np.where((c.zero >= 3) & (ranks > 1), 1.0, 0.0)
+        summed = np.where((c.zero >= 3) & (ranks < reduced_ranks(c, whose)[0]), 1.0, 0.0)
         if sharded.any():
             gather = partial(Op, kind="collective", axis=f"shard{whose}", times=sharded)
             whole = partial(gather, name=f"weights{whose}, gather", bytes=params * c.gather_bytes)
@@ -52,6 +53,16 @@ def weights(c: Columns) -> Iterator[Op]:
             yield whole(phase="inputs")
             yield gather(
                 name=f"gradients{whose}, scatter", phase="weights", bytes=params * c.grad_bytes
+            )
+        if summed.any():
+            yield Op(
+                name=f"gradients{whose}, sum",
+                kind="collective",
+                axis=f"replicas{whose}",
+                phase="weights",
+                bytes=params * c.grad_bytes / ranks,
+                halves=np.array(2.0),
+                times=summed,
             )
     held = sum((params for _, params, _ in kinds), np.zeros(()))
     yield Op(name="gradients, add", kind="copy", phase="weights", bytes=_added_bytes(c, held))

@@ -24,7 +24,8 @@ from fourfold.cost.step.rates import Rates, rates_of
 PART_OF = {
     "product": "gemm", "grouped product": "gemm", "attention": "attention", "norm": "elementwise",
     "elementwise": "elementwise", "cast": "elementwise", "copy": "elementwise", "tp": "tp_comm",
-    "cp": "cp_comm", "shard": "fsdp_comm", "ep": "ep_comm", "etp": "ep_comm", "host": "host",
+    "cp": "cp_comm", "shard": "fsdp_comm", "replicas": "fsdp_comm", "ep": "ep_comm",
+    "etp": "ep_comm", "host": "host",
 }  # fmt: skip
 _ZERO: Floats = np.zeros(())
 
@@ -177,23 +178,21 @@ def last_rounds(c: Columns) -> Floats:
     return np.where(c.vpp > 1, 1.0 + (c.pp - 1.0) * (c.vpp - 1.0) / c.vpp, 1.0)
 
 
-def first_stage_params(c: Columns) -> tuple[Floats, Floats]:
-    """(its layers and the embedding: tied or not, the head's weights are as large; all weights);
-    experts apart."""
-    embed = c.vocab * c.hidden / c.tp
-    params = c.layers / c.pp * c.rank_layer_weights + embed
-    return params, params + np.where((c.tied < 1) & (c.pp == 1), embed, 0.0)
-
-
-def once_ops(c: Columns) -> tuple[list[tuple[Op, Op]], list[Op]]:
+def once_ops(
+    c: Columns, layers: float | None = None, ends: float = 1.0
+) -> tuple[list[tuple[Op, Op]], list[Op]]:
     """(reductions of gradients with gathers of weights, updates) of a step: of experts apart, which
-    have ranks of their own."""
-    params, weights = first_stage_params(c)
-    reduced, updated = [reduction(c, params)], update(c, params, weights)
+    have ranks of their own. Of the first stage (the last one's head is as large as the embedding),
+    or of a stage of `layers` that holds so many of the model's two ends: both of a single stage,
+    where tied ends have one matrix."""
+    held = c.layers / c.pp if layers is None else layers
+    matrices = np.where(c.pp > 1, ends, np.where(c.tied > 0, 1.0, 2.0))
+    params = held * c.rank_layer_weights + matrices * c.vocab * c.hidden / c.tp
+    reduced, updated = [reduction(c, params)], update(c, params)
     if np.any(c.experts > 0):
-        mine = c.layers / c.pp * c.rank_expert_weights
+        mine = held * c.rank_expert_weights
         reduced.append(reduction(c, mine, " experts"))
-        updated += update(c, mine, mine, " experts")
+        updated += update(c, mine, " experts")
     return reduced, updated
 
 

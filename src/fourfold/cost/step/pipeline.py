@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.cost import dispatch
-from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.columns import BY_COST, Columns, Floats
 from fourfold.cost.count.params import EMBEDDING_COST, end_layers, passing_unit, split_layers
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
 # Values of Columns.balanced.
-_PASSING, BY_COST = 2.0, 3.0
+_PASSING = 2.0
 
 
 @dataclass(frozen=True, slots=True)

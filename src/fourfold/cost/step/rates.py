@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.ops.ends import reduced_ranks
-from fourfold.cost.ops.op import Op, Phase
+from fourfold.cost.ops.op import Op, Phase, reduced_ranks
 from fourfold.cost.step.kernels import attention_s, gemm_s, grouped_s
 from fourfold.cost.step.traffic import (
     context_s,
@@ -29,12 +28,16 @@ from fourfold.cost.step.traffic import (
     tokens_s,
 )
 from fourfold.result.points import CPU_FLASH, FlashShape
-from fourfold.spec.words import DTYPES
+from fourfold.spec.words import CP_KINDS, DTYPES
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
+_ULYSSES = CP_KINDS.index("ulysses")
 # `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
 # bytes at the memory's rate by its data sheet.
 EXACT = 0.67
+# Of what interleaved stages send: the rest travels beside the chunks between. Without it rows of
+# NeMo on H100 ask for 1.2 times the network they have.
+SENT_ALONE = 0.2
 
 
 @dataclass(slots=True)
@@ -130,6 +133,14 @@ class Rates:
         move = op.bytes * (size - 1.0) / size / self._known[op.axis]
         return op.times * (move + self._known[f"{op.axis}, ring"])
 
+    def replicas(self, op: Op) -> Floats:
+        """The same shard of every replica."""
+        c, whose = self.c, op.axis.removeprefix("replicas")
+        ranks, shards = reduced_ranks(c, whose)
+        size, apart = ranks / shards, shards * (c.ep * c.etp if whose else c.tp)
+        move = op.bytes * (size - 1.0) / size / group_rate(c, self.coef, size, apart)
+        return op.times * op.halves * (move + 0.25 * ring_s(c, self.coef, size, apart))
+
     def ep(self, op: Op) -> Floats:
         """Tokens to experts of other ranks, or back."""
         return self._sent(op, lambda data: tokens_s(self.c, self.coef, data))
@@ -143,8 +154,14 @@ class Rates:
 
     def send(self, op: Op) -> Floats:
         if "send" not in self._known:
-            self._known["send"] = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)
-        return op.times * (op.bytes / self._known["send"] + self.coef["micro_s"] / 2.0)
+            rate = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)
+            self._known["send"] = self._alone / rate
+        return op.times * (op.bytes * self._known["send"] + self.coef["micro_s"] / 2.0)
+
+    @property
+    def _alone(self) -> Floats:
+        """Of a stage's messages, what nothing hides."""
+        return np.where(self.c.vpp > 1, SENT_ALONE, 1.0)
 
     def host(self, op: Op) -> Floats:
         return host_layer_s(self.c, self.coef)
@@ -207,13 +224,18 @@ class CpuRates(Rates):
         return self._collective(op, self.c.tp, np.where(op.halves > 0, 1.0, 0.0))
 
     def cp(self, op: Op) -> Floats:
-        return self._collective(op, self.c.cp, op.halves, data=op.bytes * self.c.cp)
+        data = op.bytes * np.where(self.c.cp_kind == _ULYSSES, self.c.cp, 1.0)
+        return self._collective(op, self.c.cp, op.halves, data=data)
 
     def shard(self, op: Op) -> Floats:
         """FSDP copies into its buffers and out of them."""
         copied = 2.0 * op.bytes * self.coef["cpu_element_s"] + self.coef["cpu_wrap_s"]
         size = self.c.shard if op.axis == "shard" else self.c.expert_shard
         return op.times * (self._collective(op, size, op.halves) + copied)
+
+    def replicas(self, op: Op) -> Floats:
+        ranks, shards = reduced_ranks(self.c, op.axis.removeprefix("replicas"))
+        return op.times * self._collective(op, ranks / shards, op.halves)
 
     def ep(self, op: Op) -> Floats:
         """Rows of tokens, one for each chosen expert, and their counts."""
@@ -244,7 +266,8 @@ class CpuRates(Rates):
         return np.where(size > 1, took, 0.0)
 
     def send(self, op: Op) -> Floats:
-        return op.times * (self.coef["cpu_send_s"] + op.bytes * self.coef["cpu_send_byte_s"])
+        move = self._alone * op.bytes * self.coef["cpu_send_byte_s"]
+        return op.times * (self.coef["cpu_send_s"] + move)
 
     def host(self, op: Op) -> Floats:
         return self.coef["cpu_layer_s"] * (1.0 + self.c.full_ckpt / 3.0)

@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike
 
 from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.ops.ends import reduced_ranks
-from fourfold.cost.ops.op import Op
+from fourfold.cost.ops.op import Op, reduced_ranks
 from fourfold.spec.words import CP_KINDS
 
 # Of an exchange: its start, and for each rank of the group inside a domain and outside of it
@@ -34,6 +33,11 @@ def copies(c: Columns) -> tuple[Floats, Floats]:
         each = dispatch.parts_met(c.ep, c.experts, c.top_k) * (beside - 1.0) / beside
         near, far = np.where(once, each, near), np.where(once, few, far)
     return near, far
+
+
+def sent_copies(c: Columns) -> Floats:
+    """Of a token, that leave a rank; of a gather all tokens of the group."""
+    return np.where(dispatch.is_kind(c.dispatcher, "all"), c.ep, sum(copies(c)))
 
 
 def tokens_s(c: Columns, coef: Coefficients, data: Floats) -> Floats:
@@ -204,14 +208,14 @@ RING_EXPOSED, RING_HIDES = 0.3, 0.7
 def context_s(
     c: Columns, coef: Coefficients, data: Floats, halves: Floats, *, attention: Floats
 ) -> Floats:
-    """Of `data` bytes that a rank has for the others, sent as often as `halves`; `attention`:
+    """Of `data` bytes that a rank has in the end, received as often as `halves`; `attention`:
     seconds of the layer's attention, under which a ring hides its hops."""
     rate = group_rate(c, coef, c.cp, c.tp)
-    hop = hop_s(c, coef, c.cp, c.tp)
-    ring = (c.cp - 1.0) * (halves * data / rate + 4.0 * hop)
-    ring = RING_EXPOSED * ring + np.maximum(0.0, ring - RING_HIDES * attention)
-    gather = halves * (c.cp - 1.0) * (data / rate + hop)
+    hops_s = (c.cp - 1.0) * hop_s(c, coef, c.cp, c.tp)
     sent = data * (c.cp - 1.0) / c.cp
+    ring = halves * sent / rate + 4.0 * hops_s
+    ring = RING_EXPOSED * ring + np.maximum(0.0, ring - RING_HIDES * attention)
+    gather = halves * (sent / rate + hops_s)
     ulysses = exchange_s(c, coef, sent, size=c.cp, stride=c.tp) + 4.0 * coef["call_s"]
     paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
     paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)
@@ -239,11 +243,18 @@ def gradient_s(c: Columns, coef: Coefficients, reduce: Op, gather: Op, *, window
     hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
     moved = reduce.halves * reduce.bytes * (size - 1.0) / size / group_rate(c, coef, size, apart)
     back = gather.bytes * (shards - 1.0) / shards / group_rate(c, coef, shards, apart)
-    move = moved + hops * hop + np.where(gather.times > 0, back + turns * per_stage * hop, 0.0)
-    paid = coef["dp_exposed"] * move
-    hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
-    paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)
+    back = np.where(gather.times > 0, back + turns * per_stage * hop, 0.0)
+    once = coef["dp_exposed"] * (moved + hops * hop)
+    paid = once + coef["dp_exposed"] * back
+    paid = np.where((c.zero < 1) | (c.overlap_dp > 0), _beside(paid, window), paid)
+    # What ZeRO-2 scatters of earlier micro batches goes layer by layer, in any engine.
+    paid = paid + np.maximum(0.0, reduce.times - 1.0) * _beside(once, window)
     return np.where(reduce.times > 0, paid, 0.0)
+
+
+def _beside(traffic: Floats, window: Floats) -> Floats:
+    """What is left to pay of gradients' traffic beside a backward pass of so many seconds."""
+    return np.maximum(0.1 * traffic, traffic - 0.6 * window)
 
 
 def host_layer_s(c: Columns, coef: Coefficients) -> Floats:

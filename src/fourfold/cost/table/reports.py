@@ -54,7 +54,7 @@ def report_rows(
     others = [r for r in reports if dict(r.environment).get("engine")]
     if others:
         left = counted(len(others), "run")
-        warn(f"{left} of other engines are left to 'fourfold collect {folder}'")
+        warn(f"left out: {left} of other engines, which 'fourfold collect {folder}' reads")
     reports = [r for r in reports if not dict(r.environment).get("engine")]
     if not reports:
         hint = "measure one with 'fourfold bench' first"

@@ -293,6 +293,6 @@ def _machine(
     if place is None and name in catalog.cluster_names():
         place = catalog.cluster(name)
     if node != node or node < 1:
-        node = float(place.host_gpus) if place is not None else 8.0
+        node = float(place.host_gpus if place else device.usual_host_gpus)
     facts = device_facts(device, precision or "bf16") | fabric_facts(device, place, node)
     return facts | {"unknown_cluster": float(place is None)}

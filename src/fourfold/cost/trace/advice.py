@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,14 +119,10 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
 
 def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> KindTimes:
     parts = _parts(kind, ask, cluster, np.array([float(ask.tokens)]))
-    return KindTimes(
-        kind=kind,
-        total_s=float(parts.total_s[0]),
-        attention_s=float(parts.attention_s[0]),
-        exposed_s=float(parts.exposed_s[0]),
-        sent_bytes=float(parts.sent_bytes[0]),
-        peak_bytes=peak_bytes,
-    )
+    numbers: dict[str, Any] = {
+        name: float(getattr(parts, name)[0]) for name in (*Parts._fields, "total_s")
+    }
+    return KindTimes(kind=kind, peak_bytes=peak_bytes, **numbers)
 
 
 def _reason(taken: list[KindTimes]) -> str:
@@ -176,7 +172,5 @@ def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
         part: sum((rates.seconds(op) for op in ops if part_of(op) == part), np.zeros(len(c)))
         for part in ("attention", "cp_comm")
     }
-    # Of a buffer all others' parts arrive; an exchange sends all but its own.
-    share = 1.0 / c.cp if kind == "ulysses" else 1.0
-    sent = sum((op.halves * op.bytes for op in ops if op.axis == "cp"), np.zeros(len(c)))
-    return Parts(seconds["attention"], seconds["cp_comm"], sent * (c.cp - 1.0) * share)
+    whole = sum((op.halves * op.bytes for op in ops if op.axis == "cp"), np.zeros(len(c)))
+    return Parts(seconds["attention"], seconds["cp_comm"], whole * (c.cp - 1.0) / c.cp)

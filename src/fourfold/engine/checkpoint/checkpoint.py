@@ -187,43 +187,28 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     """Every rank's result; or, when one fails, the same error on all. Collective in `group`."""
     if group is None:
         return [work()]
-    failure: BaseException | None = None
-    result = None
+    failure = told = result = None
     try:
         result = work()
     except Exception as error:
         failure = error
+        told = error if isinstance(error, UserError) else CheckpointError(_words(error))
     outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (_kind(failure), _wording(failure), result), group=group)
-    if all(kind == "" for kind, _, _ in outcomes):
-        return [outcome for _, _, outcome in outcomes]
-    kind = min((kind for kind, _, _ in outcomes if kind), key=list(_ERRORS).index)
-    if failure is not None and _kind(failure) == kind:
+    dist.all_gather_object(outcomes, (told, result), group=group)
+    failed = [(error, rank) for rank, (error, _) in enumerate(outcomes) if error is not None]
+    if not failed:
+        return [outcome for _, outcome in outcomes]
+    first, rank = min(failed, key=lambda pair: _order(pair[0]))
+    if failure is not None and _order(told) == _order(first):
         raise failure
-    rank, (words, more) = next(
-        (rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome[0] == kind
-    )
-    raise _ERRORS[kind](f"{words} (rank {rank})", **more)
+    if not isinstance(first, UserError):
+        raise CheckpointError(f"{first} (rank {rank})")
+    first.rule = f"{first.rule} (rank {rank})"
+    raise first
 
 
-# The first counts: where this machine or this version is wrong, an earlier checkpoint is no help.
-_ERRORS: dict[str, type[Exception]] = {
-    "other": CheckpointError,
-    "user": UserError,
-    "unreadable": UnreadableError,
-    "changed": NotWholeError,
-}
-
-
-def _wording(error: BaseException | None) -> tuple[str, dict[str, str]]:
-    if isinstance(error, UserError):
-        more = {"field": error.field, "value": str(error.value), "hint": error.hint}
-        return error.rule, more
-    return (_words(error), {}) if error is not None else ("", {})
-
-
-def _kind(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    kinds = (kind for kind in reversed(_ERRORS) if isinstance(error, _ERRORS[kind]))
-    return next(kinds, "other")
+def _order(error: Exception | None) -> int:
+    """The first counts: where this machine or this version is wrong, an earlier checkpoint is no
+    help."""
+    kinds = (UserError, UnreadableError, NotWholeError)
+    return max((i for i, kind in enumerate(kinds, 1) if isinstance(error, kind)), default=0)

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, 
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
 from fourfold import files
-from fourfold.engine.checkpoint.hf_read import CONFIG, INDEX, WHOLE, safetensors, theirs
+from fourfold.cost.count import params
 from fourfold.errors import UserError
-from fourfold.spec.hf.tensors import Spot, export_type
+from fourfold.spec.hf.folder import CONFIG, INDEX, WHOLE, safetensors, theirs
+from fourfold.spec.hf.tensors import Location, export_type
 from fourfold.spec.hf.written import config_of
 from fourfold.spec.model import ModelShape
 
@@ -46,11 +47,12 @@ class Export:
     eos: int | None = None  # the token after each document
     file_bytes: int = _FILE_BYTES
 
-    def files(self) -> list[dict[str, list[tuple[str, Spot]]]]:
+    def files(self) -> list[dict[str, list[tuple[str, Location]]]]:
         """File by file: their tensors, and which of ours each is made of."""
-        parts_by_file: list[dict[str, list[tuple[str, Spot]]]] = [{}]
+        parts_by_file: list[dict[str, list[tuple[str, Location]]]] = [{}]
         filled = 0
-        for name, size, ours in theirs(export_type(self.model), self.model, self.seq_len):
+        tensors = params.tensors(self.model, self.seq_len)
+        for name, size, ours in theirs(export_type(self.model), self.model, tensors):
             count = self.dtype.itemsize * math.prod(size)
             if parts_by_file[-1] and filled + count > self.file_bytes:
                 parts_by_file.append({})
@@ -62,7 +64,9 @@ class Export:
 
 def export_hf(source: HfSource, what: Export, out: Path, tick: Callable[[], None]) -> list[str]:
     """The names of the files; one file's worth of tensors is in memory at a time."""
-    save = safetensors().torch.save_file
+    safetensors()
+    from safetensors.torch import save_file as save
+
     plan = what.files()
     index: dict[str, str] = {}
     total = 0
@@ -88,7 +92,7 @@ def export_hf(source: HfSource, what: Export, out: Path, tick: Callable[[], None
 
 
 def _made(
-    source: HfSource, tensors: dict[str, list[tuple[str, Spot]]], dtype: torch.dtype
+    source: HfSource, tensors: dict[str, list[tuple[str, Location]]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Ours joined along their outputs, turned where theirs are [in, out]."""
     ours = source([name for parts in tensors.values() for name, _ in parts])

@@ -95,10 +95,8 @@ def _together(
     collectives: list[profile.CollectivePoint] = []
     for n in sizes:
         ranks = tuple(range(n))
-        handle = dist.new_group(ranks=list(ranks))
-        if task.rank < n:
-            assert isinstance(handle, dist.ProcessGroup)  # torch's type for ranks outside
-            group = Group(axis="", ranks=ranks, rank=task.rank, handle=handle)
+        group = _group_of(ranks, task.rank)
+        if group is not None:
             torch.set_num_threads(max(1, task.place.cores // n))
             task.heartbeat.enter("one rank alone" if n == 1 else f"{n} ranks at once")
             slice_s = seconds / len(sizes)
@@ -125,10 +123,7 @@ def _between(
         mine: Group | None = None
         for first, local in itertools.product(range(0, hosts - n + 1, n), range(per_host)):
             ranks = tuple((first + i) * per_host + local for i in range(n))
-            handle = dist.new_group(ranks=list(ranks))  # all ranks make all groups
-            if task.rank in ranks:
-                assert isinstance(handle, dist.ProcessGroup)
-                mine = Group(axis="", ranks=ranks, rank=ranks.index(task.rank), handle=handle)
+            mine = _group_of(ranks, task.rank) or mine
         dist.barrier(group=sleepers)
         task.heartbeat.enter(f"{n} hosts")
         if mine is not None:
@@ -136,6 +131,15 @@ def _between(
         task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(points)
+
+
+def _group_of(ranks: tuple[int, ...], rank: int) -> Group | None:
+    """All ranks make all groups; None for those outside."""
+    handle = dist.new_group(ranks=list(ranks))
+    if rank not in ranks:
+        return None
+    assert isinstance(handle, dist.ProcessGroup)  # torch's type for ranks outside is another
+    return Group(axis="", ranks=ranks, rank=ranks.index(rank), handle=handle)
 
 
 def _plan(device: torch.device, quick: bool) -> Plan:

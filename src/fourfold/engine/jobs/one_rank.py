@@ -184,7 +184,7 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
     the device is as warm as in the timed ones."""
     spec, trainer, graph = steps.task.spec, steps.trainer, steps.trainer.step_graph
     device = trainer.device
-    fake_peers.keep_to_own_tokens(trainer)
+    fake_peers.restrict_to_vocab_shard(trainer)
     listeners: list[Callable[[str], None]] = []
     line = PhaseTimeline(device, listeners)
     attach(trainer, line.mark)

@@ -30,7 +30,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.result.job import RankFacts
 from fourfold.result.machine import Sampler
 from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport
-from fourfold.result.trace import numbered
+from fourfold.result.trace import trace_files
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
 _COUNTED_STEPS = 2
@@ -111,7 +111,7 @@ class Steps:
         """Loss and gradient norm of every step; waits for the device. A norm that is not finite is
         no failure where the loss was scaled and could still be scaled by less; no scale helps a
         loss."""
-        numbers = [(float(loss), float(norm)) for loss, norm in self.results]
+        numbers = [(float(done.loss), float(done.grad_norm)) for done in self.results]
         forgiven = self.trainer.may_overflow
         for step, (loss, norm) in enumerate(numbers):
             if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
@@ -200,8 +200,8 @@ def _trace(steps: Steps) -> None:
     if not (name := steps.task.job.option("trace")):
         return
     steps.task.heartbeat.enter("trace")
-    path, place = Path(name), steps.task.place
-    path = path if place.world == 1 else numbered(path, f"rank{place.rank}")
+    place = steps.task.place
+    path = trace_files(Path(name), place.world)[place.rank]
     record_steps(steps.trainer, path, len(steps.results))
 
 

@@ -28,6 +28,7 @@ from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.optimizer import OptimizerSettings
+from fourfold.engine.training.step import StepOutcome
 from fourfold.engine.training.trackers import Tracker, trackers
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.checkpoint import folder as checkpoints
@@ -94,7 +95,7 @@ class TrainingLoop:
         self.settings, self.spec = task.job.train, task.spec
         self.done, self.saved = first, first
         self.ticks = Ticks(trainer.device)
-        self.window: list[tuple[Tensor, Tensor]] = []
+        self.window: list[StepOutcome] = []
         on_host = trainer.device.type == "cpu"
         mark_phases(trainer, task.heartbeat.enter, self._check if on_host else None)
         self._log = _Log(task, first) if task.rank == 0 else None
@@ -152,27 +153,30 @@ class TrainingLoop:
         if not self.window:
             return
         synchronize(self.trainer.device)
-        numbers = torch.stack([torch.stack([a.double(), b.double()]) for a, b in self.window])
+        numbers = torch.stack([torch.stack([n.double() for n in done]) for done in self.window])
         first, seconds = self.done - len(self.window), self.ticks.step_s()
         points, bad, forgiven = [], "", self.trainer.may_overflow
-        for offset, (loss, norm) in enumerate(numbers.tolist()):
+        for offset, (loss, norm, router_loss) in enumerate(numbers.tolist()):
             if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 bad = f"loss {loss}, gradient norm {norm} in step {first + offset + 1}"
                 break
-            points.append(self._point(first + offset, loss, norm, seconds[offset]))
+            points.append(self._point(first + offset, loss, norm, router_loss, seconds[offset]))
         self.window = []
         if self._log is not None:
             self._log.add(points)
         if bad:
             raise NonFiniteError(bad)
 
-    def _point(self, index: int, loss: float, norm: float, step_s: float) -> Point:
+    def _point(
+        self, index: int, loss: float, norm: float, router_loss: float, step_s: float
+    ) -> Point:
         batch = self.spec.batch
         sequences = batch.sequences_before(index + 1)
         speed = batch.global_batch_at(index) * batch.seq_len / step_s
         return Point(
             step=index + 1,
             loss=loss,
+            router_loss=router_loss if self.spec.model.moe is not None else None,
             grad_norm=norm if math.isfinite(norm) else None,
             lr=lr_at(self.settings, index),
             tokens=sequences * batch.seq_len,

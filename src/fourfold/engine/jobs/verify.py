@@ -83,21 +83,21 @@ def _step(
     trainer: Trainer, step: int, truth: Truth, findings: RankFindings
 ) -> dict[str, list[Piece]]:
     """A trainer's step, with a look at the gradients before they are clipped."""
-    norm, loss = trainer.reduce(trainer.accumulate(step))
+    done = trainer.reduce(trainer.accumulate(step))
     pieces = {}
     if step == 0:
         scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
         pieces["grad"] = findings.look(trainer.shards, truth, at_grads=True, scale=scale)
     findings.look_at_routers(trainer)
-    trainer.update(norm)
+    trainer.update(done.grad_norm)
     if step == 0:
         pieces["moved"] = [
             (shard.name, shard.rect.rows, shard.rect.columns, shard.values.cpu().clone())
             for shard in trainer.shards
             if not shard.param.requires_grad
         ]
-    findings.losses.append(float(loss))
-    findings.norms.append(float(norm))
+    findings.losses.append(float(done.loss + done.router_loss))
+    findings.norms.append(float(done.grad_norm))
     return pieces
 
 

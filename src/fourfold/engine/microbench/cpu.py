@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fourfold.engine import compat, compat_modes
-from fourfold.engine.microbench.device import Rounds, Work, in_rounds
+from fourfold.engine.microbench.device import Rounds, Work, attention_passes, in_rounds
 from fourfold.engine.model.decoder import Layer
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.observe.operators import moved_bytes
 from fourfold.engine.parallel.groups import Group, all_gather
+from fourfold.engine.process.task import CPU
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.result import profile
 from fourfold.spec import catalog
@@ -57,7 +57,8 @@ class HostWorks:
             for makes in ("output", "input", "weight")
         ]
         between, self.moved = _between_products()
-        self.sizes, (forward, backward) = _attention()
+        sizes = (1, _SHAPE.heads, _TOKENS, _SHAPE.head_size)
+        forward, backward = attention_passes(sizes, CPU, torch.float32)
         self.works: dict[str, Work] = {
             **{f"product {at}": work for at, (_, work) in enumerate(self.products)},
             "forward": forward,
@@ -83,9 +84,12 @@ class HostWorks:
             attention=profile.AttentionPoint(
                 kernel="flash",
                 dtype="fp32",
+                batch=1,
+                heads=_SHAPE.heads,
+                head_size=_SHAPE.head_size,
+                seq_len=_TOKENS,
                 forward_s=took["forward"],
                 backward_s=took["backward"],
-                **self.sizes,
             ),
             element_bytes=self.moved,
             element_s=took["between"],
@@ -112,23 +116,6 @@ def _product(
     if makes == "input":
         return (tokens, ins, outs), lambda: grad @ next(pieces)
     return (outs, ins, tokens), lambda: torch.mm(grad.t(), x, out=next(pieces))
-
-
-def _attention() -> tuple[dict[str, int], tuple[Work, Work]]:
-    """(sizes, both ways)"""
-    sizes = {"batch": 1, "heads": _SHAPE.heads, "seq_len": _TOKENS, "head_size": _SHAPE.head_size}
-    q, k, v = (torch.randn(*sizes.values(), requires_grad=True) for _ in range(3))
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    out = forward()
-    grad = torch.randn_like(out)
-
-    def backward() -> object:
-        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
-    return sizes, (forward, backward)
 
 
 class _Free(torch.autograd.Function):

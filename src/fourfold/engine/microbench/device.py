@@ -104,20 +104,10 @@ def attention(
 ) -> profile.AttentionPoint | None:
     """Sizes: batch, heads, tokens, head size. None when this kernel does not take them here."""
     batch, heads, tokens, head = sizes
-    made = {"device": device, "dtype": DTYPES[dtype], "requires_grad": True}
-    q, k, v = (torch.randn(sizes, **made) for _ in range(3))
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def backward() -> Any:
-        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
     try:
         with sdpa_kernel(KERNELS[kernel]):
+            forward, backward = attention_passes(sizes, device, DTYPES[dtype])
             forward_s = seconds_of(forward, device, budget_s / 3)
-            out = forward()
-            grad = torch.randn_like(out)
             backward_s = seconds_of(backward, device, budget_s * 2 / 3)
     except RuntimeError:
         return None
@@ -131,6 +121,20 @@ def attention(
         forward_s=forward_s,
         backward_s=backward_s,
     )
+
+
+def attention_passes(
+    sizes: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[Work, Work]:
+    made = {"device": device, "dtype": dtype, "requires_grad": True}
+    q, k, v = (torch.randn(sizes, **made) for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    grad = torch.randn_like(out)
+    return forward, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
 def copy(count_bytes: int, device: torch.device, budget_s: float) -> profile.CopyPoint:

@@ -23,9 +23,9 @@ from fourfold.spec.model import ModelShape
 
 
 def is_grouped(x: Tensor) -> bool:
-    """Whether torch has one product for all groups of such rows."""
-    kinds = (torch.bfloat16,) if x.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
-    return x.dtype in kinds
+    """Whether torch has one product for all groups of such rows; without memory, a GPU's."""
+    few = x.is_cuda or compat_modes.is_fake(x)
+    return x.dtype in ((torch.bfloat16,) if few else (torch.float32, torch.bfloat16, torch.float16))
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:

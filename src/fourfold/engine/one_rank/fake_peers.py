@@ -180,7 +180,7 @@ class OwnTokens:
         self.source.ahead(first, sequences, positions)
 
 
-def keep_to_own_tokens(trainer: Trainer) -> None:
+def restrict_to_vocab_shard(trainer: Trainer) -> None:
     for chunk in trainer.chunks:
         if isinstance(chunk.embedding, VocabEmbedding):
             rows = chunk.embedding.first, chunk.embedding.last

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,41 +102,33 @@ class MicroBatchProfiler:
         return {name: part_ns.get(name, 0.0) / 1e9 for name in PARTS} if part_ns else {}
 
 
-@dataclass(slots=True)
-class _Ranges:
-    """Spans of time on one thread, to look up what lies inside."""
-
-    begins: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    def hold(self, at: int) -> bool:
-        place = bisect.bisect_right(self.begins, at) - 1
-        return place >= 0 and at < self.ends[place]
-
-
-def _fills(events: Sequence[Any]) -> dict[int, _Ranges]:
-    by_thread: dict[int, _Ranges] = {}
+def _part_of(events: Sequence[Any]) -> Callable[[Any], str]:
+    """The part that an operator of the host belongs to, by its name or by the fill it is in."""
+    fills: dict[int, list[tuple[int, int]]] = {}
     named = [e for e in events if e.name() == FILL and e.device_type() == DeviceType.CPU]
     for event in sorted(named, key=lambda event: event.start_ns()):
-        ranges = by_thread.setdefault(event.start_thread_id(), _Ranges())
-        ranges.begins.append(event.start_ns())
-        ranges.ends.append(event.start_ns() + event.duration_ns())
-    return by_thread
+        begin = event.start_ns()
+        fills.setdefault(event.start_thread_id(), []).append((begin, begin + event.duration_ns()))
+
+    def part(event: Any) -> str:
+        spans, at = fills.get(event.start_thread_id(), []), event.start_ns()
+        place = bisect.bisect_right(spans, at, key=lambda span: span[0]) - 1
+        return "fills" if place >= 0 and at < spans[place][1] else kind_of(event.name())
+
+    return part
 
 
 def _on_device(events: Sequence[Any]) -> dict[str, float]:
     """Nanoseconds by part: kernels by the operator that launched them. An instant belongs to the
     most important kernel that runs in it, so that what runs beside costs nothing."""
-    fills = _fills(events)
+    part_of = _part_of(events)
     launched: dict[int, str] = {}
     for event in events:
         if event.device_type() != DeviceType.CPU:
             continue
         # The driver's own calls (cudaLaunchKernel) are numbered apart from operators.
         if not event.linked_correlation_id() and not event.name().startswith("cu"):
-            ranges = fills.get(event.start_thread_id())
-            filled = ranges is not None and ranges.hold(event.start_ns())
-            launched[event.correlation_id()] = "fills" if filled else kind_of(event.name())
+            launched[event.correlation_id()] = part_of(event)
     edges: list[tuple[int, int, str]] = []
     for event in events:
         # Ranges that the host named are drawn on the device's track too: no kernels. (Kernels of
@@ -162,7 +154,7 @@ def _swept(edges: list[tuple[int, int, str]]) -> dict[str, float]:
 
 def _on_host(events: Sequence[Any]) -> dict[str, float]:
     """Nanoseconds by part: each operator's own, without those it calls, down to aten's."""
-    fills = _fills(events)
+    part_of = _part_of(events)
     part_ns: dict[str, float] = {}
     inner: dict[int, list[tuple[int, str]]] = {}  # by thread: (end, part) of what is open
     named = ("aten::", "fsdp::")
@@ -172,9 +164,7 @@ def _on_host(events: Sequence[Any]) -> dict[str, float]:
         stack = inner.setdefault(thread, [])
         while stack and stack[-1][0] <= begin:
             stack.pop()
-        ranges = fills.get(thread)
-        filled = ranges is not None and ranges.hold(begin)
-        part = "fills" if filled else kind_of(event.name())
+        part = part_of(event)
         if stack:
             part_ns[stack[-1][1]] = part_ns.get(stack[-1][1], 0.0) - lasts
         part_ns[part] = part_ns.get(part, 0.0) + lasts

@@ -20,8 +20,8 @@ from fourfold.result.one_rank import KernelTime, PhaseTime, Traffic
 from fourfold.result.report import RankMemory
 from fourfold.spec.run import RunSpec
 
-# Axes whose messages a GPU handles on streams of their own, beside the compute.
-_BESIDE = ("dp",)
+# Axes whose weights FSDP gathers on streams of its own, beside the compute of a GPU.
+_BESIDE = ("dp", "edp")
 
 
 @dataclass(slots=True)

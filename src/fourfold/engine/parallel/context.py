@@ -12,7 +12,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, make_tables
 from fourfold.engine.parallel.blocks import BlockGradients, JoinedBlocks, Span, cut
-from fourfold.engine.parallel.groups import AllGather, Group, World, start_exchange, wait
+from fourfold.engine.parallel.groups import Group, TwoWay, World, gathered, start_exchange, wait
 from fourfold.spec.run import RunSpec
 
 
@@ -103,24 +103,21 @@ class _Ring(torch.autograd.Function):
         return sums.dq.to(q.dtype), home[0], home[1], None, None
 
 
-class RingCore(nn.Module):
-    """Attention over a sequence cut zig-zag over `group`."""
-
+class _GroupCore(nn.Module):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group = group
+
+
+class RingCore(_GroupCore):
+    """Attention over a sequence cut zig-zag over `group`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         return _Ring.apply(q, k, v, tables.slopes, self.group)
 
 
-def token_positions(kind: str, seq_len: int, group: Group, device: torch.device) -> Tensor:
-    """Global positions of this rank's tokens."""
-    return positions_of(kind, seq_len, group.size, group.rank, device)
-
-
 def positions_of(kind: str, seq_len: int, size: int, rank: int, device: torch.device) -> Tensor:
-    """Those of any rank of a group. Ring and all-gather zig-zag for equal causal work."""
+    """Global positions of a rank's tokens. Ring and all-gather zig-zag for equal causal work."""
     if size == 1:
         return torch.arange(seq_len, device=device)
     if kind == "ulysses":
@@ -161,16 +158,12 @@ class _Spans(torch.autograd.Function):
         return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-class AllGatherCore(nn.Module):
+class AllGatherCore(_GroupCore):
     """Keys and values of the whole sequence on every rank, queries zig-zag."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         parts, chunk = self.group.size, q.shape[2] // 2
-        whole = AllGather.apply(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
+        whole = gathered(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
         k, v = (in_order(whole[:, i], chunk) for i in range(2))
         spans = spans_of(self.group, chunk)
         biases = tuple(self._bias(span, tables, k.shape[2]) for span in spans)
@@ -201,17 +194,10 @@ def spans_of(group: Group, chunk: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-class AllToAll(torch.autograd.Function):
+def split_and_join(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """All-to-all that splits dimension `split` over ranks and joins dimension `join` (Ulysses)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
-        ctx.group, ctx.split, ctx.join = group, split, join
-        return _all_to_all(x, group, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
+    there = lambda x: _all_to_all(x, group, split, join)  # noqa: E731
+    return TwoWay.apply(x, there, lambda grad: _all_to_all(grad, group, join, split))
 
 
 def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
@@ -221,12 +207,11 @@ def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     return torch.cat(received.unbind(0), dim=join)
 
 
-class UlyssesCore(nn.Module):
+class UlyssesCore(_GroupCore):
     """Whole sequences, part of the heads. Fewer KV heads than ranks are repeated just enough."""
 
     def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
+        super().__init__(group)
         self.inner = Core()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
@@ -235,11 +220,11 @@ class UlyssesCore(nn.Module):
         if kv_heads % ranks:
             times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
             kv = kv.repeat_interleave(times, dim=2)
-        q = AllToAll.apply(q, self.group, 1, 2)
-        kv = AllToAll.apply(kv, self.group, 2, 3)
+        q = split_and_join(q, self.group, 1, 2)
+        kv = split_and_join(kv, self.group, 2, 3)
         tables = self._whole(tables, q.shape[2], heads // ranks)
         mixed = self.inner(q, kv[0], kv[1], tables)
-        return AllToAll.apply(mixed, self.group, 2, 1)
+        return split_and_join(mixed, self.group, 2, 1)
 
     def _whole(self, tables: Tables, seq_len: int, heads: int) -> Tables:
         if tables.slopes is None:

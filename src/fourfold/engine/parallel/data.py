@@ -37,7 +37,7 @@ def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     """Shard each layer, then what is left (embedding, final norm, head) as one group."""
     if is_alone(spec):
         return
-    policy, mesh = spec.policy, world.data_mesh(spec.policy.zero)
+    policy, mesh = spec.policy, world.mesh(spec.policy.zero, world.fsdp, world.dp_cp)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": _formats(policy.dtypes)}
     # State of routers is whole everywhere, and no gradient's.
     options["ignored_params"] = {p for p in decoder.parameters() if not p.requires_grad}
@@ -45,7 +45,8 @@ def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     for layer in layers:
         again = policy.zero == 3 and layer is not layers[-1]
         if isinstance(layer.mlp, MoeMlp):
-            own = options | {"mesh": expert_groups(world).mesh(world, policy.zero)}
+            groups = expert_groups(world)
+            own = options | {"mesh": world.mesh(policy.zero, groups.copies, groups.all_copies)}
             fully_shard(layer.mlp.experts, reshard_after_forward=again, **own)
         fully_shard(layer, reshard_after_forward=again, **options)
     fully_shard(decoder, reshard_after_forward=False, **options)

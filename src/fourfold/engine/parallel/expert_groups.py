@@ -7,7 +7,6 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.engine.parallel.groups import Group, World, make_group
 
@@ -24,27 +23,6 @@ class ExpertGroups:
     sequence: Group
     stage: Group
 
-    def mesh(self, world: World, zero: int) -> DeviceMesh:
-        """What FSDP shards experts over: as for other weights, but over ranks with the same."""
-        if zero == 0:
-            return _mesh(world, self.all_copies, world.this_rank, None)
-        if world.layout.replicate > 1:
-            return _mesh(world, world.replicas, self.copies, self.all_copies)
-        return DeviceMesh.from_group(
-            self.copies.handle, world.device_type, mesh_dim_names=("shard",)
-        )
-
-
-def _mesh(world: World, copies: Group, shards: Group, both: Group | None) -> DeviceMesh:
-    ranks = torch.tensor((both or copies).ranks)
-    grid = ranks[:, None] if both is None else ranks.view(copies.size, shards.size)
-    return DeviceMesh.from_group(
-        [copies.handle, shards.handle],
-        world.device_type,
-        mesh=grid.to(torch.int).contiguous(),
-        mesh_dim_names=("replicate", "shard"),
-    )
-
 
 _made: weakref.WeakKeyDictionary[World, ExpertGroups] = weakref.WeakKeyDictionary()
 
@@ -58,7 +36,7 @@ def expert_groups(world: World) -> ExpertGroups:
 
 def _create(world: World) -> ExpertGroups:
     layout, rank = world.layout, world.rank
-    own, place = layout.coordinates(rank), layout.expert_place(rank)
+    place = layout.expert_place(rank)
 
     def group(name: str, stays: tuple[str, ...]) -> Group:
         """Ranks that agree with this one in the named facts."""
@@ -70,7 +48,6 @@ def _create(world: World) -> ExpertGroups:
         ]
         return make_group(name, torch.tensor(members), world.this_rank.handle)
 
-    assert own == world.place
     return ExpertGroups(
         place=place,
         dispatch=group("ep", ("pp", "replica", "edp")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,13 @@ from fourfold.engine.model.rows import order_rows, regroup_rows
 from fourfold.engine.parallel.context import positions_of
 from fourfold.engine.parallel.expert_groups import ExpertGroups, expert_groups
 from fourfold.engine.parallel.groups import (
-    AllGather,
     Group,
-    ReduceScatter,
+    TwoWay,
     World,
     all_gather,
     all_reduce,
+    gathered,
+    scattered,
 )
 from fourfold.spec.run import RunSpec
 
@@ -93,30 +93,17 @@ def exchange(x: Tensor, group: Group, sent: list[int], received: list[int]) -> T
     return got
 
 
-class ExchangedRows(torch.autograd.Function):
-    """Gradients take the same way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: Group, sent: list[int], received: list[int]
-    ) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return exchange(rows, group, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
-
-
 class RowExchange(nn.Module):
-    """Rows to other ranks of a group."""
+    """Rows to other ranks of a group; gradients take the same way back."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group = group
 
     def forward(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return ExchangedRows.apply(rows, self.group, sent, received)
+        group = self.group
+        there = lambda rows: exchange(rows, group, sent, received)  # noqa: E731
+        return TwoWay.apply(rows, there, lambda grad: exchange(grad, group, received, sent))
 
 
 Splits = Callable[[], list[list[int]]]
@@ -208,10 +195,10 @@ class AllGatherDispatch(nn.Module):
         own = torch.tensor([tokens], device=x_TD.device)
         (most,) = on_host(all_reduce(own, self.group, "max"), tokens)
         fill = (0, 0, 0, most - tokens)
-        x = AllGather.apply(nn.functional.pad(x_TD, fill), self.group, 0)
-        scores = AllGather.apply(nn.functional.pad(scores_TK, fill), self.group, 0).flatten()
+        x = gathered(nn.functional.pad(x_TD, fill), self.group, 0)
+        scores = gathered(nn.functional.pad(scores_TK, fill), self.group, 0).flatten()
         nobody = nn.functional.pad(chosen_TK, fill, value=-1)
-        local = AllGather.apply(nobody, self.group, 0).flatten()
+        local = gathered(nobody, self.group, 0).flatten()
         local = local - self.group.rank // self.etp * self.each
         local = torch.where((local < 0) | (local >= self.each), self.each, local)
         counts = counted(local, self.each + 1)[: self.each]
@@ -220,4 +207,4 @@ class AllGatherDispatch(nn.Module):
         each = torch.arange(order.shape[0], device=order.device)
         y = experts(x[order // top_k], scores[order], each, counts.cumsum(0).to(torch.int32))
         out = torch.zeros_like(x).index_add(0, order // top_k, y)
-        return ReduceScatter.apply(out, self.group, 0)[:tokens]
+        return scattered(out, self.group, 0)[:tokens]

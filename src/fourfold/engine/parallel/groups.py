@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,26 +140,22 @@ class World:
         experts = ExpertShard(self.layout.etp, etp, *((self.layout.edp, edp) if zero else (1, 0)))
         return ShardPlace(self.layout.tp, self.tp.rank, shards, shard, experts)
 
-    def data_mesh(self, zero: int) -> DeviceMesh:
-        """What FSDP works on. Two dimensions are copies x shards; zero0 has shards of one rank."""
-        if zero == 0:
-            return self._mesh(self.dp_cp, self.this_rank)
-        if self.layout.replicate > 1:
-            return self._mesh(self.replicas, self.fsdp)
-        return DeviceMesh.from_group(self.fsdp.handle, self.device_type, mesh_dim_names=("shard",))
+    def mesh(self, zero: int, shards: Group, both: Group) -> DeviceMesh:
+        """What FSDP works on; `both` are copies of this rank's shard and other shards together. Two
+        dimensions are copies x shards; zero0 has shards of one rank."""
+        layout = self.layout
+        if zero and layout.replicate == 1:
+            return DeviceMesh.from_group(shards.handle, self.device_type, mesh_dim_names=("shard",))
+        copies, shards = (self.replicas, shards) if zero else (both, self.this_rank)
 
-    def _mesh(self, copies: Group, shards: Group) -> DeviceMesh:
-        if shards.size == 1:
-            grid = torch.tensor(copies.ranks)[:, None]
-        else:
-            table = _rank_table(self.layout)
-            layout, place = self.layout, self.place
-            shape = (layout.pp, layout.replicate, layout.shard * layout.cp, layout.tp)
-            grid = table.view(shape)[place["pp"], :, :, place["tp"]].sort(dim=1).values
+        def row(rank: int) -> int:
+            return layout.coordinates(rank)["dp"] // layout.shard if zero else 0
+
+        grid = torch.tensor(sorted(both.ranks, key=row), dtype=torch.int)
         return DeviceMesh.from_group(
             [copies.handle, shards.handle],
             self.device_type,
-            mesh=grid.to(torch.int).contiguous(),
+            mesh=grid.view(copies.size, shards.size),
             mesh_dim_names=("replicate", "shard"),
         )
 
@@ -236,61 +232,45 @@ def start_exchange(x: Tensor, group: Group, sent: list[int], received: list[int]
     return functional.all_to_all_single(x.contiguous(), received, sent, group.name)
 
 
-class IdentityWithGradReduce(torch.autograd.Function):
+class TwoWay(torch.autograd.Function):
+    """`there` forwards; what comes `back` is made of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
+
+
+def shared(x: Tensor, group: Group) -> Tensor:
     """The same input on all ranks: gradients of their different uses add up (Megatron's f)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.group), None
+    return TwoWay.apply(x, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
 
 
-class AllReduce(torch.autograd.Function):
+def summed(x: Tensor, group: Group) -> Tensor:
     """Partial results add up; every rank's part sees the whole gradient (Megatron's g)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    return TwoWay.apply(x, lambda x: all_reduce(x, group), lambda grad: grad)
 
 
-class AllReduceBothWays(IdentityWithGradReduce):
+def summed_and_shared(x: Tensor, group: Group) -> Tensor:
     """Partial results add up, and every rank uses the sum for something else."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
+    return TwoWay.apply(x, lambda x: all_reduce(x, group), lambda grad: all_reduce(grad, group))
 
 
-class AllGather(torch.autograd.Function):
+def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     """Parts along `dim` -> the whole on all ranks; gradients of its uses add up, then part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
+    return TwoWay.apply(
+        x, lambda x: all_gather(x, group, dim), lambda grad: reduce_scatter(grad, group, dim)
+    )
 
 
-class ReduceScatter(torch.autograd.Function):
+def scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     """Partial results add up and part along `dim`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.group, ctx.dim), None, None
+    return TwoWay.apply(
+        x, lambda x: reduce_scatter(x, group, dim), lambda grad: all_gather(grad, group, dim)
+    )

@@ -13,13 +13,13 @@ from fourfold.cost.count import params
 from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
 from fourfold.engine.model.layers import Attention, Linear, Norm
 from fourfold.engine.parallel.groups import (
-    AllGather,
-    AllReduce,
-    AllReduceBothWays,
     Group,
-    IdentityWithGradReduce,
-    ReduceScatter,
     all_reduce,
+    gathered,
+    scattered,
+    shared,
+    summed,
+    summed_and_shared,
 )
 from fourfold.engine.parallel.shards import Rect, tp_rect
 from fourfold.spec.model import ModelShape
@@ -38,8 +38,8 @@ class InputComm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence:
-            return AllGather.apply(x, self.group, _SEQUENCE)
-        return IdentityWithGradReduce.apply(x, self.group)
+            return gathered(x, self.group, _SEQUENCE)
+        return shared(x, self.group)
 
 
 class RowParallelLinear(Linear):
@@ -72,16 +72,14 @@ class SplitNorms:
             x.square().sum(dim=-1, keepdim=True) / (copies * width)
             for x, copies, width in zip(wide, self.copies, self.widths, strict=True)
         ]
-        mean_q, mean_k = AllReduceBothWays.apply(torch.cat(own, dim=-1), self.group).split(
-            1, dim=-1
-        )
+        mean_q, mean_k = summed_and_shared(torch.cat(own, dim=-1), self.group).split(1, dim=-1)
         scaled_q = wide[0] * (mean_q + q_norm.eps).rsqrt() * q_norm.weight
         scaled_k = wide[1] * (mean_k + k_norm.eps).rsqrt() * k_norm.weight
         return scaled_q.to(q.dtype), scaled_k.to(k.dtype)
 
 
 def _summed(y: Tensor, group: Group, *, sequence: bool) -> Tensor:
-    return ReduceScatter.apply(y, group, _SEQUENCE) if sequence else AllReduce.apply(y, group)
+    return scattered(y, group, _SEQUENCE) if sequence else summed(y, group)
 
 
 class VocabEmbedding(Embedding):

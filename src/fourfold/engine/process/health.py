@@ -46,9 +46,9 @@ class Heartbeat:
         self._live()
         self._thread.start()
 
-    def begin(self, task: int, stage: int = 0) -> None:
+    def begin(self, task: int) -> None:
         """A new task: its steps count from 0 again."""
-        self.task, self.stage, self.steps = task, stage, 0
+        self.task, self.stage, self.steps = task, 0, 0
         self.enter("build")
 
     def enter(self, phase: str) -> None:

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import platform
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from fourfold import files
 from fourfold.engine.parallel import host_group
 from fourfold.engine.process.health import Heartbeat, NonFiniteError, OomError, outcome_of
+from fourfold.errors import UserError
 from fourfold.result.job import Job, RankFacts, RankFailure, answer_file, facts_file, failure_file
 from fourfold.result.machine import cpu_name, gpu_facts, host_memory_bytes
 from fourfold.result.report import Failure, RankMemory, RankSteps
@@ -153,11 +155,12 @@ def _no_facts(place: Place) -> RankFacts:
 
 
 def _report_failure(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
-    """The failure as a file, the traceback in the rank's log."""
+    """The failure as a file, the traceback in the rank's log; a bad request needs none."""
     at = time.time()
     report = error.report if isinstance(error, OomError) else None
     cause = error.__cause__ or error if isinstance(error, OomError) else error
-    text = f"{type(cause).__name__}: {cause}"
+    is_asked = isinstance(error, UserError)
+    text = str(error) if is_asked else f"{type(cause).__name__}: {cause}"
     failure = Failure(
         rank=heartbeat.rank,
         stage=heartbeat.stage,
@@ -167,7 +170,10 @@ def _report_failure(folder: Path, heartbeat: Heartbeat, error: BaseException) ->
     echo, outcome = isinstance(error, NonFiniteError) and not error.from_here, outcome_of(error)
     record = RankFailure(outcome=outcome, failure=failure, at=at, echo=echo, shortage=report)
     files.write_text(failure_file(folder, heartbeat.rank), codec.to_json(record))
-    traceback.print_exception(error)
+    if is_asked:
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import Tables
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import axes_of
-from fourfold.engine.parallel.context import rank_tables, token_positions
+from fourfold.engine.parallel.context import positions_of, rank_tables
 from fourfold.engine.parallel.data import before_backward
 from fourfold.engine.parallel.groups import World, fake_world
 from fourfold.engine.parallel.order import ORDER
@@ -171,7 +171,7 @@ def _assign(ledger: StepLedger, *tensors: Tensor) -> None:
         if node in ledger.nodes or hasattr(node, "variable"):
             continue
         ledger.nodes.add(node)
-        node.register_prehook(lambda *_: ledger.go_on(step))
+        node.register_prehook(lambda *_: ledger.enter_step(step))
         waiting += [other for other, _ in node.next_functions if other is not None]
 
 
@@ -205,7 +205,8 @@ def _inputs(
 ) -> tuple[Tensor, Tables]:
     """What a rank has before the pass: its weights, the tables of positions, its part of x."""
     decoder.to_empty(device=device)
-    positions = token_positions(spec.policy.cp_kind, spec.batch.seq_len, world.cp, device)
+    seq_len, cp = spec.batch.seq_len, world.cp
+    positions = positions_of(spec.policy.cp_kind, seq_len, cp.size, cp.rank, device)
     tables = rank_tables(spec, world, positions)
     shape = (1, positions.shape[0] // world.tp.size, spec.model.hidden)
     dtype = activation_dtype(spec.policy.dtypes.compute)

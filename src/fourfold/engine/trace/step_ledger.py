@@ -59,7 +59,7 @@ class StepLedger(Ledger):
         self.mark(str(len(self.steps)))
         self.phase_bytes[self.phase] = self.live_bytes
 
-    def go_on(self, name: str) -> None:
+    def enter_step(self, name: str) -> None:
         """Begin `name` unless it is at work."""
         if self.step != name:
             self.begin_step(name)
@@ -68,7 +68,7 @@ class StepLedger(Ledger):
         """Begin another step where this operator does something else than the present one."""
         fsdp_step = _FSDP_STEPS.get(short) if func.namespace == "fsdp" else None
         if fsdp_step and self.step != WEIGHTS:
-            self.go_on(fsdp_step)
+            self.enter_step(fsdp_step)
         kind, step = _kind(func, short), self._step
         if kind == "attention":
             if step.tensors or step.kind:

@@ -184,10 +184,9 @@ class Balance:
         for router in chunk.routers if self.routers else ():
             router.is_padding = is_padding
 
-    def add_losses(self, loss: Tensor) -> Tensor:
-        """The rank's own part of the loss, with that of its routers."""
-        losses = [router.losses for router in self.routers if router.losses is not None]
-        return loss if not losses else loss + torch.stack(losses).sum()
+    def losses(self) -> list[Tensor]:
+        """What this rank's routers have added to the loss; none where no token came by."""
+        return [router.losses for router in self.routers if router.losses is not None]
 
     @torch.no_grad()
     def sum_counts(self) -> None:

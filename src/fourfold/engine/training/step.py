@@ -37,10 +37,12 @@ class StepEvent:
 
 
 class StepOutcome(NamedTuple):
-    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
+    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks. `loss`
+    is that of the targets alone; what routers add to it is apart."""
 
     loss: Tensor
     grad_norm: Tensor
+    router_loss: Tensor
 
 
 class Recordable(Protocol):

@@ -13,7 +13,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 
-_SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "mfu_pct")
+_SHOWN = ("loss", "router_loss", "grad_norm", "lr", "tokens_per_s", "step_s", "mfu_pct")
 
 
 class Tracker(Protocol):

@@ -7,7 +7,7 @@ The order of collectives on a rank, the same on all ranks that share a group:
    gathers / scatters (or sums) activations, context parallelism moves keys and values, and, in the
    backward pass, FSDP reduces gradients
 3. gradients of shared weights: over tp, over ranks that share a KV head, over first and last stage
-4. two numbers over everyone: squares of the gradient and the loss
+4. numbers over everyone: squares of the gradient, the loss, and what routers add to it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fourfold.engine.compat import DTYPES
 from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables
-from fourfold.engine.parallel.context import rank_tables, token_positions
+from fourfold.engine.parallel.context import positions_of, rank_tables
 from fourfold.engine.parallel.data import backward_weights, before_backward, make_alone
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
@@ -82,8 +82,8 @@ class Trainer:
         self.shards = self.make_shards()
         if initial:
             initialize(self.shards, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
-        kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
-        self.positions = token_positions(kind, seq_len, world.cp, self.device)
+        kind, seq_len, cp = spec.policy.cp_kind, spec.batch.seq_len, world.cp
+        self.positions = positions_of(kind, seq_len, cp.size, cp.rank, self.device)
         self.tables = self.make_tables()
         self.sequences = self._sequences(self.batch)
         self.alone = make_alone(spec, self.chunks)
@@ -151,12 +151,12 @@ class Trainer:
         was_on = gc.isenabled()
         gc.disable()  # collecting takes milliseconds at its own moment
         try:
-            norm, loss = self.reduce(self.accumulate(index))
-            self.update(norm)
+            done = self.reduce(self.accumulate(index))
+            self.update(done.grad_norm)
         finally:
             if was_on:
                 gc.enable()
-        return StepOutcome(loss, norm)
+        return done
 
     def update(self, norm: Tensor) -> None:
         """Clip by the global norm, change the weights, forget the gradients."""
@@ -255,22 +255,24 @@ class Trainer:
             deferred.multiply(micro, layer)
         self.alone[chunk].collect()
 
-    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
-        of the loss, the two numbers do not."""
+    def reduce(self, loss: Tensor) -> StepOutcome:
+        """Finish gradients. They keep the scale of the loss, the numbers do not."""
         self._tell(StepEvent("reduce"))
         for shared in self.shared:
             shared.sum()
         squares = gradients.squares(self.counted, self.device)
         # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
         reports = self.world.is_last and self.world.tp.rank == 0
-        reported = self.balance.add_losses(loss if reports else torch.zeros_like(loss))
+        own = [squares, loss if reports else torch.zeros_like(loss)]
+        if self.spec.model.moe is not None:
+            own.append(sum(self.balance.losses(), torch.zeros_like(loss)))
         self.balance.sum_counts()
-        numbers = torch.stack([squares, reported.to(squares.dtype)])
+        numbers = torch.stack([number.to(squares.dtype) for number in own])
         if self.world.all_ranks.size > 1:
             dist.all_reduce(numbers)
         norm = numbers[0].sqrt()
-        return norm if self.scaler is None else self.scaler.unscaled(norm), numbers[1]
+        norm = norm if self.scaler is None else self.scaler.unscaled(norm)
+        return StepOutcome(numbers[1], norm, numbers[2:].sum())
 
     @property
     def may_overflow(self) -> bool:

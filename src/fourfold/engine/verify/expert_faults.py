@@ -18,6 +18,7 @@ from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import Shard
 from fourfold.engine.training.gradients import Balance
+from fourfold.engine.training.step import StepOutcome
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import fewer_sums
 
@@ -42,7 +43,7 @@ class _Moe(Trainer):
 class _ExpertScale(_Moe):
     """Gradients of experts are summed over ep ranks that all have the whole sum already."""
 
-    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce(self, loss: Tensor) -> StepOutcome:
         for shard in self.of_experts:
             if shard.grad is not None:
                 shard.grad.mul_(self.spec.layout.ep)
@@ -52,7 +53,7 @@ class _ExpertScale(_Moe):
 class _ExpertGroup(_Moe):
     """Gradients of experts are summed over the ranks that other weights are."""
 
-    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce(self, loss: Tensor) -> StepOutcome:
         if self.mlps and self.spec.layout.ep > 1:
             group = expert_groups(self.world).dispatch
             for shard in self.of_experts:

@@ -14,6 +14,7 @@ from fourfold.engine.parallel.shards import Shard
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.reference import Truth
 from fourfold.spec.policy import Policy
+from fourfold.units import counted
 
 # A tensor whose values are all this much smaller than the largest is measured against the largest.
 _FLOOR = 1e-3
@@ -133,7 +134,9 @@ def verdict(findings: Sequence[RankFindings], truth: Truth, policy: Policy) -> d
         still = max(routed["state_rel"], routed["idle_rel"]) <= limits["grad"]
         row["pass"] &= not exact or (still and not routed["wrong"])
     if missing:
-        row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"
+        row["error"] = (
+            f"no rank holds all of {missing[0]} ({counted(len(missing), 'tensor')} in all)"
+        )
     return row
 
 

@@ -41,11 +41,10 @@ class RoutedStep:
     counts: list[Tensor] = field(default_factory=list)
     margin: float = math.inf
 
-    def loss(self, guess: Guess | None = None) -> Tensor | float:
+    def loss(self, guess: Guess) -> Tensor | float:
         """Reported in either case; it may have been left out of the gradient."""
-        total: Tensor | float = sum(self.losses)
-        unattached = guess is not None and guess.balance == "left out"
-        return total.detach() if unattached and isinstance(total, Tensor) else total
+        left_out = guess.balance == "left out"
+        return sum(loss.detach() if left_out else loss for loss in self.losses)
 
 
 class PlainExperts(nn.Module):

@@ -93,7 +93,7 @@ def train_alone(
         params={shard.name: shard.values.cpu().clone() for shard in shards},
         start=start,
         moved=moved,
-        balance=[float(one.loss()) for one in routed],
+        balance=[sum(float(loss.detach()) for loss in one.losses) for one in routed],
         counts=[[counts.tolist() for counts in one.counts] for one in routed],
         margin=min(one.margin for one in routed),
         seed=spec.seed,

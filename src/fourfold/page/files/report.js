@@ -84,7 +84,7 @@ F.card = (id, { wide, place }) => {
 };
 
 /** Lists above a chart that choose what it draws. */
-F.steer = (chart, state, lists) => {
+F.addSelectors = (chart, state, lists) => {
   for (const [key, name, choices] of lists) {
     if (choices.length < 2) continue;
     const one = F.select(name, choices, state[key], (value) => { state[key] = value; F.redraw([chart]); });
@@ -103,18 +103,18 @@ F.buildCharts = () => {
   const make = (id, title, draw, options) => new F.Chart(F.card(id, options), title, draw, options);
   const several = (...fields) => F.rows.filter((row) => fields.every((field) => F.known(row[field]))).length > 1;
   const throughput = make("throughput", "Throughput", () => F.throughput(scatter), { onclick, worth: () => several(metric) });
-  F.steer(throughput, scatter, [["y", "Figure", metrics], ["x", "Against", withChosen(axes, scatter.x)], ["color", "Colour", withChosen(axes, scatter.color)]]);
+  F.addSelectors(throughput, scatter, [["y", "Figure", metrics], ["x", "Against", withChosen(axes, scatter.x)], ["color", "Colour", withChosen(axes, scatter.color)]]);
   const map = make("heat", "Heat map", () => F.heat(heat), { onclick, worth: () => several(metric) && F.varying(F.AXES, F.rows).some(([field]) => field === heat.x || field === heat.y) });
-  F.steer(map, heat, [["z", "Figure", metrics], ["x", "Across", withChosen(axes, heat.x, heat.y)], ["y", "Down", withChosen(axes, heat.x, heat.y)]]);
+  F.addSelectors(map, heat, [["z", "Figure", metrics], ["x", "Across", withChosen(axes, heat.x, heat.y)], ["y", "Down", withChosen(axes, heat.x, heat.y)]]);
   const curves = make("scaling", "Scaling over GPUs", () => F.scaling(scaling), { onclick, size: "high", worth: () => !F.scaling(scaling).empty });
-  F.steer(curves, scaling, [["y", "Figure", metrics]]);
+  F.addSelectors(curves, scaling, [["y", "Figure", metrics]]);
   const others = [
     make("predicted", "Predicted against measured", F.predicted, { onclick, worth: () => !F.predicted().empty }),
     make("outcomes", "Outcomes", F.outcomes, { size: "low", wide: true, worth: () => F.rows.some((row) => row.outcome !== "ok") }),
     make("memory", "Memory against the limit", F.memory, { onclick, place: "page-charts", worth: () => F.rows.some((row) => F.known(row.peak_gib)) }),
     make("spread", "Step-time spread", () => F.spread(spread), { onclick, place: "page-charts", worth: () => F.rows.some(F.hasSteps) }),
   ];
-  F.steer(others[3], spread, [["unit", "Unit", [["%", "% of the run's median"], ["s", "seconds"]]]]);
+  F.addSelectors(others[3], spread, [["unit", "Unit", [["%", "% of the run's median"], ["s", "seconds"]]]]);
   F.allCharts = [throughput, map, curves, ...others];
   F.pageCharts = [others[2], others[3]];
   const inRun = (id, title, draw, options = {}) => {

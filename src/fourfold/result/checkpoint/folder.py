@@ -20,7 +20,7 @@ from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.index import INDEX_FILE, Index
 from fourfold.result.files import stored
 from fourfold.result.files.stored import NotWholeError, UnreadableError
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.train import TrainSettings
 from fourfold.units import counted
 
@@ -59,8 +59,8 @@ class CheckpointState:
         rule = "must be a number from 0 to 2^62"
         for name, text in self.scalars:
             check.that(0 <= _number(text) <= _LARGEST_SCALAR, name, text, rule)
-        for field, texts, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
-            for name, text in texts:
+        for field, named, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
+            for name, text in named:
                 check.that(form.fullmatch(text), f"{field}.{name}", None, "is malformed")
 
 
@@ -149,7 +149,7 @@ def of_checkpoint(error: UserError, folder: Path) -> UserError:
 def _state(content: bytes) -> CheckpointState:
     text = stored.unseal(content, STATE_FILE)
     try:
-        plain = codec.parse_json(text)
+        plain = texts.parse_json(text)
     except UserError:
         raise stored.changed(STATE_FILE) from None
     if not isinstance(plain, dict) or "crc32" in plain:

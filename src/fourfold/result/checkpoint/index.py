@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.result.files.stored import UnreadableError, combine, seal, unseal
-from fourfold.spec import codec
+from fourfold.spec import texts
 
 INDEX_FILE = "index.json"
 VERSION = 1
@@ -107,7 +107,7 @@ def _plain(stored: StoredTensor) -> dict[str, Any]:
 
 def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
     """Read and check; `real_sizes` are those that the files of the folder have."""
-    plain = codec.parse_json(unseal(content, INDEX_FILE))
+    plain = texts.parse_json(unseal(content, INDEX_FILE))
     if not isinstance(plain, dict) or plain.get("type") != "CheckpointIndex":
         raise refused("it is not a checkpoint index")
     if _whole(plain.get("version"), "version") != VERSION:

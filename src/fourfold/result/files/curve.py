@@ -16,7 +16,7 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.files import stored
-from fourfold.spec import codec
+from fourfold.spec import codec, texts
 
 METRICS_FILE = "metrics.jsonl"
 _UNREADABLE = ".unreadable"
@@ -30,7 +30,9 @@ _SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\Z')
 class Point:
     """One step, counted from 1; `tokens` and `sequences` are those of all steps so far.
 
-    `grad_norm` is before clipping, None where it overflowed and the step was skipped.
+    `loss` is the mean over targets; `router_loss` what routers of experts add to it for balance,
+    None without experts. `grad_norm` is before clipping, None where it overflowed and the step was
+    skipped.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Point:
     tokens_per_s: float
     grad_norm: float | None = None
     mfu_pct: float | None = None
+    router_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def _point(line: bytes) -> Point | None:
             return None
         line = body + b"}"
     try:
-        point = codec.decode(Point, codec.parse_json(line.decode()))
+        point = codec.decode(Point, texts.parse_json(line.decode()))
     except ValueError:  # a UserError is one, and so is what is no UTF-8
         return None
     return point if point.step > 0 and point.step_s >= 0 else None

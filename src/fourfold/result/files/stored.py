@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.spec import codec
+from fourfold.spec import texts
 
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -224,7 +224,7 @@ def read_stored(
     try:
         text = unseal(content, path.name) if is_sealed(content) else content.decode()
         # A note typed in another encoding has halves of characters; its run is kept.
-        plain = codec.parse_json(text, halves=True)
+        plain = texts.parse_json(text, halves=True)
         if not isinstance(plain, dict):
             raise UserError("is not a JSON object")
         if "crc32" in plain:  # it had one, in another place

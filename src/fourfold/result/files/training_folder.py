@@ -22,7 +22,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.train import TrainSettings, lr_at
 from fourfold.spec.words import WIDER
 
@@ -105,7 +105,7 @@ class TrainingFolder:
             return {}
         content = stored.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
         try:
-            return codec.parse_toml(content.decode())
+            return texts.parse_toml(content.decode())
         except ValueError as error:  # a UserError is one
             rule = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
             hint = "fix it, or describe the run again with --spec or flags"
@@ -151,11 +151,13 @@ class TrainingFolder:
 def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None:
     """Refuse a run that would train something else than the checkpoint did; `data` is the checksum
     of its tokens, whose file may have moved."""
-    tokens = {"data": (state.data or "synthetic tokens", data or "synthetic tokens")}
-    for field, (old, new) in (_identity(state.spec, spec) | tokens).items():
+    hint = "keep it, choose another --out, or start over with --fresh"
+    for field, (old, new) in _identity(state.spec, spec).items():
         rule = f"contradicts the checkpoints in this folder, which were trained with {old}"
-        hint = "keep it, choose another --out, or start over with --fresh"
         check.that(old == new, field, new, rule, hint)
+    old, new = (one.data or "synthetic tokens" for one in (state.spec, spec))
+    rule = f"has other tokens than the checkpoints in this folder were trained with: {old}"
+    check.that(state.data == data, "data", new, rule, hint)
     for kind in ("param", "optimizer"):
         old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
         rule = f"is narrower than the checkpoint's {old} and would lose digits"

@@ -51,6 +51,7 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
         "hosts": setup.hosts,
         "per_host": setup.per_host,
         "accelerator": known.get(setup.device, setup.device.upper()),
+        "resource": f"{'amd' if setup.device.startswith('mi') else 'nvidia'}.com/gpu",
         "script": indent(script.rstrip("\n"), " " * depth, lambda line: bool(line.strip())),
     }
     return {name: filled(f"{name}.txt", EXPORTS[engine], values)}

@@ -14,9 +14,10 @@ from fourfold.search.export.megatron_experts import (
     expert_flags,
     latent_flags,
 )
+from fourfold.search.export.megatron_positions import check_positions, position_flags
 from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
-from fourfold.spec.model import ModelShape, Positions
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
@@ -64,8 +65,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "policy.reduce_dtype": (None, "bf16", "fp32"),
     "batch.ramp": (),
 }
-# What its llama3 scaling of rope has built in.
-_LLAMA3 = (1.0, 4.0, 8192)
 # GPUs from which on its tensor-parallel streams need no single queue.
 _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 
@@ -75,18 +74,7 @@ def check(model: ModelShape, engine: ExportEngine) -> None:
     _check_biases(model)
     if model.moe:
         check_experts(model, model.moe)
-    place = model.positions
-    if place.kind == "rope" and place.theta != int(place.theta):
-        raise no_setting(engine.name, "model.positions.theta", place.theta, "a whole number")
-    scaling = place.scaling
-    if scaling is None:
-        return
-    built_in = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
-    if scaling.kind == "llama3" and built_in != _LLAMA3:
-        hint = "low_freq_factor 1, high_freq_factor 4, original_length 8192"
-        raise no_setting(engine.name, "model.positions.scaling", scaling, hint)
-    if scaling.kind == "linear" and scaling.factor != int(scaling.factor):
-        raise no_setting(engine.name, "model.positions.scaling", scaling, "a whole factor")
+    check_positions(model)
 
 
 def _check_biases(model: ModelShape) -> None:
@@ -161,26 +149,11 @@ def _model(model: ModelShape, batch: Batch) -> Flags:
         flags["--mtp-num-layers"] = model.mtp
     if model.activation == "relu2" or (model.activation == "gelu" and not model.bias):
         flags["--no-bias-gelu-fusion"] = None
-    flags |= _positions(model.positions, batch)
+    flags |= position_flags(model, batch)
     if not model.tied:
         flags["--untie-embeddings-and-output-weights"] = None
     flags |= {"--attention-dropout": "0.0", "--hidden-dropout": "0.0"}
     return flags | {"--vocab-size": model.vocab, "--make-vocab-size-divisible-by": 1}
-
-
-def _positions(place: Positions, batch: Batch) -> Flags:
-    length = max(batch.seq_len, place.length or batch.seq_len)
-    flags: Flags = {"--max-position-embeddings": length}
-    if place.kind == "learned":
-        flags["--position-embedding-type"] = "learned_absolute"
-    else:
-        flags |= {"--position-embedding-type": "rope", "--rotary-base": int(place.theta)}
-        flags["--rotary-percent"] = place.partial
-    if place.scaling and place.scaling.kind == "llama3":
-        flags |= {"--use-rope-scaling": None, "--rope-scaling-factor": place.scaling.factor}
-    elif place.scaling:
-        flags["--rotary-seq-len-interpolation-factor"] = int(place.scaling.factor)
-    return flags
 
 
 def _axes(setup: Setup) -> Flags:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from fourfold.cost.stacks import ExportEngine
@@ -24,7 +25,8 @@ def _tables() -> dict[str, Any]:
 def check(model: ModelShape, engine: ExportEngine) -> None:
     recipes = _tables()["recipes"]
     if model.name not in recipes:
-        hint = f"{', '.join(recipes)} (it has recipes of these), or --export megatron"
+        known = ", ".join(name for name in recipes if name in catalog.model_names())
+        hint = f"{known} (it has recipes of these), or --export megatron"
         raise no_setting(engine.name, "model", model.name, hint)
     megatron.check(model, engine)
 
@@ -35,9 +37,9 @@ def package(setup: Setup, engine: ExportEngine) -> Package:
     asked = kind.get(setup.policy.precision, setup.policy.precision)
     precision = tables["precisions"].get(asked)
     if precision is None:
-        raise no_setting(
-            engine.name, "policy.precision", setup.policy.precision, ", ".join(tables["precisions"])
-        )
+        known = dict.fromkeys(re.sub(r"^fp8-.*", "fp8", name) for name in tables["precisions"])
+        precision = setup.policy.precision
+        raise no_setting(engine.name, "policy.precision", precision, ", ".join(known))
     module, _, recipe = tables["recipes"][setup.model.name].rpartition(".")
     values = {"module": module, "recipe": recipe, "precision": precision,
               "overlaps_tp": setup.overlaps_tp}  # fmt: skip

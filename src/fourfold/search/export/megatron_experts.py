@@ -150,8 +150,6 @@ def latent_flags(latent: Latent) -> Flags:
         "--qk-pos-emb-head-dim": latent.rope,
         "--v-head-dim": latent.v,
         "--qk-layernorm": None,  # of the two compressed vectors
-        "--rope-type": "rope",
-        "--no-rope-fusion": None,  # which knows YaRN only
     }
 
 

@@ -17,6 +17,7 @@ from fourfold.cost.stacks import ExportEngine, StackDefaults, stack_defaults
 from fourfold.errors import UserError
 from fourfold.escape import toml_text
 from fourfold.search.legal import Target, why_not
+from fourfold.search.plan_answer import Choice
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
@@ -77,6 +78,10 @@ class Setup:
     device: str = ""
     model_name: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Choice:
+        return Choice(layout=self.layout, policy=self.policy, micro_batch=self.batch.micro_batch)
 
     @property
     def hosts(self) -> int:
@@ -178,7 +183,7 @@ def _comments(package: Package, setup: Setup) -> list[str]:
     where = f"{counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}"
     lines = [
         f"{MARK} {package.engine.name}, for {package.engine.release}",
-        f"{setup.model_name or setup.model.name}, {setup.layout} on {where}"
+        f"{setup.model_name or setup.model.name}, {setup.chosen} on {where}"
         f" ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
         f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.precision},"
         f" {policy.sharding}, recompute {policy.recompute}",
@@ -237,8 +242,9 @@ def _script(package: Package, setup: Setup, unpack: list[str]) -> str:
 
 def run_file(setup: Setup) -> str:
     """What `fourfold bench --spec` takes, with the launch line for many hosts as a comment."""
-    table: dict[str, Any] = {"model": setup.model_name} if setup.model_name else {}
-    table |= {
+    model = setup.model
+    table: dict[str, Any] = {
+        "model": model.name if catalog.is_preset(model) else codec.encode(model),
         "gpus": setup.layout.world,
         "layout": setup.layout.to_plain(),
         "batch": codec.encode(setup.batch, sparse=True),
@@ -246,7 +252,7 @@ def run_file(setup: Setup) -> str:
     }
     launch = f"torchrun --nnodes {setup.hosts} --nproc-per-node {setup.per_host}"
     head = [
-        f"# {setup.layout} on {counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}",
+        f"# {setup.chosen} on {counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}",
         *(f"# {note}" for note in setup.notes),
         "# fourfold bench --spec THIS.toml",
         f"# on several hosts the same workers start under: {launch}",

@@ -28,37 +28,13 @@ _EXPERTS: dict[str, tuple[object, ...]] = {
     "z_weight": (0.0,),
     "capacity": (0.0,),
 }
-# What differs between its models.
-_LLAMA = {
-    "package": "llama3",
-    "model": "Llama3Model",
-    "block": "Llama3TransformerBlock",
-    "parallelize": "parallelize_llama",
-    "adapter": "Llama3StateDictAdapter",
-    "rope": "ComplexRoPE",
-}
-_QWEN = {
-    "package": "qwen3",
-    "model": "Qwen3Model",
-    "block": "Qwen3TransformerBlock",
-    "parallelize": "parallelize_qwen3",
-    "adapter": "Qwen3StateDictAdapter",
-    "rope": "CosSinRoPE",
-}
-_DEEPSEEK = {
-    "package": "deepseek_v3",
-    "model": "DeepSeekV3Model",
-    "block": "DeepSeekV3TransformerBlock",
-    "parallelize": "parallelize_deepseekv3",
-    "adapter": "DeepSeekV3StateDictAdapter",
-    "rope": "ComplexRoPE",
-}
-# Release 0.2: its arguments of a model.
-_ARGUMENTS = {
-    "llama3": "TransformerModelArgs",
-    "qwen3": "Qwen3ModelArgs",
-    "deepseek_v3": "DeepSeekV3ModelArgs",
-}
+# Of its models: package, what classes begin with, function, kind of rotary positions, and arguments
+# of release 0.2.
+_LLAMA = ("llama3", "Llama3", "parallelize_llama", "ComplexRoPE", "TransformerModelArgs")
+_QWEN = ("qwen3", "Qwen3", "parallelize_qwen3", "CosSinRoPE", "Qwen3ModelArgs")
+_DEEPSEEK = (
+    "deepseek_v3", "DeepSeekV3", "parallelize_deepseekv3", "ComplexRoPE", "DeepSeekV3ModelArgs",
+)  # fmt: skip
 _SCALING_IMPORT = "from torchtitan.models.llama3.model.args import RoPEScalingArgs\n"
 _EXPERTS_IMPORT = "from torchtitan.models.moe import MoEArgs\n"
 _MAKERS = ("make_moe_config", "make_routed_experts_config", "make_router_config")
@@ -72,9 +48,18 @@ def backend(setup: Setup) -> str:
 
 
 def names(model: ModelShape) -> dict[str, str]:
-    if model.latent:
-        return _DEEPSEEK
-    return _QWEN if model.qk_norm == "head" or model.moe else _LLAMA
+    """What differs between its models."""
+    plain = _QWEN if model.qk_norm == "head" or model.moe else _LLAMA
+    package, title, parallelize, rope, arguments = _DEEPSEEK if model.latent else plain
+    return {
+        "package": package,
+        "model": f"{title}Model",
+        "block": f"{title}TransformerBlock",
+        "parallelize": parallelize,
+        "adapter": f"{title}StateDictAdapter",
+        "rope": rope,
+        "arguments": arguments,
+    }
 
 
 def check(model: ModelShape, engine: ExportEngine) -> None:
@@ -116,7 +101,7 @@ def about(setup: Setup) -> tuple[str, ...]:
     if moe and moe.balance != "none":
         found.append("it has no balancing loss: a bias of the router's choice keeps experts even")
     if setup.model.mtp:
-        found.append("without the layers that predict further tokens, as the seconds are")
+        found.append("without multi-token prediction, as the seconds are")
     return tuple(found)
 
 
@@ -242,12 +227,12 @@ def _experts(setup: Setup, engine: ExportEngine) -> dict[str, object]:
 def arguments_02(setup: Setup) -> dict[str, object]:
     """Of its model in release 0.2. A Llama's MLP width is a rounded multiple: one multiple, as wide
     as asked; a factor of 1 leaves the frequencies as they are."""
-    model, place, package = setup.model, setup.model.positions, names(setup.model)["package"]
+    model, place, own = setup.model, setup.model.positions, names(setup.model)
     imports, more, scaled = "", {} if model.latent else {"n_kv_heads": model.kv_heads}, ""
     length = max(setup.batch.seq_len, place.made_for or 0)
     if model.latent:
         more |= _latent_02(setup, length)
-    elif package == "qwen3":
+    elif own["package"] == "qwen3":
         more |= {"head_dim": model.head_size, "hidden_dim": model.ffn}
         more |= {"qk_norm": model.qk_norm == "head", "enable_weight_tying": model.tied}
         more |= {"moe_enabled": True, "moe_inter_dim": model.moe.ffn} if model.moe else {}
@@ -261,8 +246,7 @@ def arguments_02(setup: Setup) -> dict[str, object]:
         imports += _EXPERTS_IMPORT
         scaled += f"    moe_args=MoEArgs(\n{arguments(_experts_02(model, model.moe), 2)}    ),\n"
     return {
-        "package": package,
-        "arguments": _ARGUMENTS[package],
+        **own,
         "imports": imports,
         "eps": repr(model.norm_eps),
         "theta": repr(place.theta),

@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
-from fourfold.spec.model import Variant
+from fourfold.spec.model import OF_SCALING, Variant
 
 Fields = dict[str, Any]
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -118,9 +118,9 @@ def local_except_every(config: Config, default: int) -> Callable[[int], bool]:
 
 _THETA = ("rope_theta", "rotary_emb_base")
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent", "rope_percentage")
-_OURS = ("default", "linear", "llama3")
+_LENGTH = "original_max_position_embeddings"
 # Noted, not modelled: they change no count.
-_OTHERS = ("yarn", "longrope", "su", "dynamic", "ntk", "mrope", "proportional")
+_OTHERS = ("longrope", "su", "dynamic", "ntk", "mrope", "proportional")
 
 
 def rope(config: Config, *, share: float = 1.0, theta: float = 10000.0) -> Fields:
@@ -160,18 +160,22 @@ def _of_full_layers(config: Config) -> Config:
 
 
 def _scaling(table: Config, config: Config) -> Fields | None:
-    kind = table.choice("default", (*_OURS, *_OTHERS), "rope_type", "type")
+    kind = table.choice("default", ("default", *OF_SCALING, *_OTHERS), "rope_type", "type")
     config.used.update(table.path(name) for name in table.data)
-    if kind in _OTHERS:
+    names = OF_SCALING.get(kind, ())
+    # YaRN has further keys, which other models of the kind do not.
+    known = {"rope_type", "type", "factor", _LENGTH, *names, *_THETA, *_PARTIAL}
+    odd = kind == "yarn" and (table.data.keys() - known or _LENGTH not in table.data)
+    if kind in _OTHERS or odd:
         config.variants.add("other-rope")
-    if kind not in ("linear", "llama3"):
+    if kind not in OF_SCALING or odd:
         return None
     scaling: Fields = {"kind": kind, "factor": table.number("factor", "factor")}
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
+    for name in names:
+        if name == "original_length":
+            scaling[name] = table.whole(name, _LENGTH)
+        elif kind != "yarn" or name in table.data:
             scaling[name] = table.number(name, name)
-        length = table.whole("original_length", "original_max_position_embeddings")
-        scaling["original_length"] = length
     config.keys.update(table.keys)
     return scaling
 

@@ -34,7 +34,7 @@ _REFUSED = {
         ("only decoders without cross attention are modelled", "use a decoder-only model"),
     r"(q|kv)_lora_rank": ("latent attention is not modelled", "only plain or grouped heads"),
     r"num_nextn_predict_layers|num_mtp_layers|mtp_.*":
-        ("layers that predict further tokens are not modelled", "set it to 0"),
+        ("multi-token prediction is not modelled", "set it to 0"),
     r"quantization(_config)?|compression_config":
         ("quantised weights are not modelled: formats are the policy's",
          "remove it and choose --precision"),
@@ -152,8 +152,8 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     if not isinstance(kind, str) or kind not in TYPES:
         rule = "is missing" if kind is None else "is not a supported model type"
         hint = (
-            f"supported: {', '.join(sorted(TYPES))}; for any other decoder write a TOML file with "
-            "the fields of 'fourfold models llama-3.1-8b --format json'"
+            f"supported: {', '.join(sorted(TYPES))}; for any other decoder write a file with a "
+            "family and sizes, as 'fourfold models llama-3.1-8b --format json' prints them"
         )
         raise UserError(rule, field="model_type", value=kind, hint=hint)
     fields = {"name": name, **TYPES[kind](config), "variants": sorted(config.variants)}

@@ -14,6 +14,8 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.experts import Moe
+from fourfold.spec.hf.parts import GELU, ModelType
+from fourfold.spec.hf.types import TYPES
 from fourfold.spec.model import VARIANTS, ModelShape
 
 
@@ -30,11 +32,6 @@ def _tables(part: str) -> dict[str, dict[str, Any]]:
 # model_type -> our module -> theirs, and what its implementation in transformers computes.
 MODULES, _COMPUTED = _tables("names"), _tables("computes")
 _Q_FROM_LATENT = "model.layers.{}.self_attn.q_b_proj"
-# Where a config.json names the form of its GELU, with the type's default; ours is the exact one.
-_GELU = {
-    "gpt2": ("activation_function", "gelu_new"),
-    "starcoder2": ("hidden_act", "gelu_pytorch_tanh"),
-}
 # In older files beside the weights; made anew by every implementation.
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _OURS = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias|choice_bias)")
@@ -42,7 +39,7 @@ _EXPERT = re.compile(r"(mlp\.experts)\.(\d+)(\..+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class Location:
     """One of our tensors is rows `start` onwards of theirs (columns, if `transposed`)."""
 
     name: str
@@ -50,7 +47,7 @@ class Spot:
     transposed: bool
 
 
-def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
+def locate(kind: str, model: ModelShape, ours: str) -> Location:
     """Where the published tensor `ours` lies in a model of type `kind`."""
     parts = _OURS.fullmatch(ours)
     assert parts is not None, ours
@@ -59,11 +56,11 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
     routed = _EXPERT.fullmatch(module)
     if routed is not None:
         module, which = f"{routed[1]}{routed[3]}", routed[2]
-        return Spot(f"{table[module].format(layer, which)}.{leaf}", 0, transposed=False)
+        return Location(f"{table[module].format(layer, which)}.{leaf}", 0, transposed=False)
     if leaf == "choice_bias":
         leaf = "e_score_correction_bias"
     if module == "attention.q" and model.latent is not None and model.latent.q_rank:
-        return Spot(f"{_Q_FROM_LATENT.format(layer)}.{leaf}", 0, transposed=False)
+        return Location(f"{_Q_FROM_LATENT.format(layer)}.{leaf}", 0, transposed=False)
     widths = {
         "attention.q": model.attention_width,
         "attention.k": model.kv_width,
@@ -77,16 +74,14 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
     name = f"{table[module].format(layer)}.{leaf}"
     # GPT-2 keeps the matrices of a layer as [in, out].
     transposed = kind == "gpt2" and leaf == "weight" and module.startswith(("attention.", "mlp."))
-    return Spot(name, start, transposed)
+    return Location(name, start, transposed)
 
 
 def approximation(kind: str, config: dict[str, Any]) -> str:
-    """How a model's own activation differs from ours; '' if it does not."""
-    if kind not in _GELU:
-        return ""
-    key, default = _GELU[kind]
-    form = config.get(key) or default
-    if form in ("gelu", "gelu_python"):
+    """How a model's own GELU differs from ours, which is the exact one; '' if it does not."""
+    read = TYPES[kind]
+    form = (config.get(read.act_keys[0]) or read.act) if isinstance(read, ModelType) else "gelu"
+    if form not in GELU or form in ("gelu", "gelu_python"):
         return ""
     return f"it was trained with {form}; our exact GELU moves its logits by about 1e-3"
 

@@ -272,6 +272,7 @@ TYPES: dict[str, Callable[[Config], Fields]] = {
     "starcoder2": replace(
         _GPT, kv_keys=("num_key_value_heads",), kv_heads=2, head_keys=("head_dim",),
         act="gelu_pytorch_tanh", bias=(("use_bias", True),) * 3, positions=rope, windows=windows,
+        eps_keys=("norm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
         required={"mlp_type": "default", "norm_type": "layer_norm"},
     ),
     **EXPERT_TYPES,

@@ -1,13 +1,15 @@
-"""config.json of Hugging Face, of a model that one of its types computes."""
+"""config.json of Hugging Face, of a model that one of its types computes: the keys that the type's
+reader looks for first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fourfold.spec.experts import Latent, Moe
+from fourfold.spec.hf.parts import ModelType, no_windows, qwen_windows
 from fourfold.spec.hf.tensors import export_type
-from fourfold.spec.model import ModelShape
+from fourfold.spec.hf.types import TYPES
+from fourfold.spec.model import OF_SCALING, ModelShape
 
 
 def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
@@ -15,42 +17,30 @@ def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
     that of the weights, in torch's words. No token means begin; which one ends a document is the
     token file's to say."""
     kind = export_type(model)
-    architecture, made = _MAKERS[kind]
+    name = "".join(map(str.capitalize, kind.split("_")))
+    own = {"gpt2": _gpt2, "mpt": _mpt}.get(kind)
     return {
-        "architectures": [architecture],
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{name}ForCausalLM"],
         "model_type": kind,
         "vocab_size": model.vocab,
         "tie_word_embeddings": model.tied,
         "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
-        **made(model, seq_len),
+        **(own(model, seq_len) if own else _like_llama(kind, model, seq_len)),
     }
 
 
-def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int], dict[str, Any]]:
-    """Llama's words but for those that a type does not have, and its own."""
-
-    def made(model: ModelShape, seq_len: int) -> dict[str, Any]:
-        shared = {k: v for k, v in _llama(model, seq_len).items() if k not in names}
-        own = {name: value(model) if callable(value) else value for name, value in more.items()}
-        return shared | own
-
-    return made
-
-
-def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    scaling = model.positions.scaling
+def _like_llama(kind: str, model: ModelShape, seq_len: int) -> dict[str, Any]:
+    read, scaling = TYPES[kind], model.positions.scaling
+    assert isinstance(read, ModelType)
     rope_scaling: dict[str, Any] | None = None
     if scaling is not None:
         rope_scaling = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope_scaling |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_length,
-            }
-    return {
+        for name in OF_SCALING[scaling.kind]:
+            theirs = "original_max_position_embeddings" if name == "original_length" else name
+            rope_scaling[theirs] = getattr(scaling, name)
+    words = {
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
         "num_hidden_layers": model.layers,
@@ -60,11 +50,18 @@ def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "max_position_embeddings": max(seq_len, model.positions.made_for or 0),
         "rope_theta": model.positions.theta,
         "rope_scaling": rope_scaling,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.biased("qkv"),
-        "mlp_bias": model.biased("mlp"),
+        "hidden_act": "silu" if read.gated else "gelu",
+        read.eps_keys[0]: model.norm_eps,
     }
+    has_biases = (model.biased("qkv"), model.biased("out"), model.biased("mlp"))
+    for switch, has_bias in zip(read.bias, has_biases, strict=True):
+        if isinstance(switch, tuple):
+            words[switch[0]] = has_bias
+    if read.windows is not no_windows and kind != "llama":  # Llama's own code has no windows
+        words["sliding_window"] = model.window
+    if read.windows is qwen_windows:
+        words["use_sliding_window"] = False
+    return words | _expert_words(kind, model)
 
 
 def _gpt2(model: ModelShape, seq_len: int) -> dict[str, Any]:
@@ -98,43 +95,11 @@ def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _routed(kind: str) -> Callable[[ModelShape, int], dict[str, Any]]:
-    plain = ("mlp_bias",) if kind != "mixtral" else ("mlp_bias", "attention_bias")
-    shared = _without(plain)
-    return lambda model, seq_len: shared(model, seq_len) | expert_words(kind, model)
-
-
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", _llama),
-    "mistral": (
-        "MistralForCausalLM",
-        _without(("attention_bias", "mlp_bias"), sliding_window=lambda model: model.window),
-    ),
-    "qwen2": ("Qwen2ForCausalLM", _without(("attention_bias", "mlp_bias"), **_NO_WINDOW)),
-    "qwen3": ("Qwen3ForCausalLM", _without(("mlp_bias",), **_NO_WINDOW)),
-    "olmo2": ("Olmo2ForCausalLM", _without(("mlp_bias",))),
-    "mixtral": ("MixtralForCausalLM", _routed("mixtral")),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _routed("qwen3_moe")),
-    "olmoe": ("OlmoeForCausalLM", _routed("olmoe")),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", _routed("deepseek_v2")),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _routed("deepseek_v3")),
-    "gpt2": ("GPT2LMHeadModel", _gpt2),
-    "mpt": ("MptForCausalLM", _mpt),
-    "starcoder2": (
-        "Starcoder2ForCausalLM",
-        _without(
-            ("rms_norm_eps", "attention_bias", "mlp_bias"), hidden_act="gelu", sliding_window=None,
-            norm_epsilon=lambda model: model.norm_eps, use_bias=lambda model: model.biased("mlp"),
-        ),
-    ),
-}  # fmt: skip
-
-
-def expert_words(kind: str, model: ModelShape) -> dict[str, Any]:
+def _expert_words(kind: str, model: ModelShape) -> dict[str, Any]:
     """The part of a config.json that speaks of experts and latents."""
     moe = model.moe
-    assert moe is not None
+    if moe is None:
+        return {}
     count = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
     words: dict[str, Any] = {
         count.get(kind, "n_routed_experts"): model.experts,
@@ -144,12 +109,10 @@ def expert_words(kind: str, model: ModelShape) -> dict[str, Any]:
     }
     if kind != "mixtral":
         words["norm_topk_prob"] = moe.normalised
-    if kind == "mixtral":
-        words["sliding_window"] = None
     if kind == "qwen3_moe":
         words |= {
-            "moe_intermediate_size": moe.ffn, "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "use_sliding_window": False, "sliding_window": None,
+            "moe_intermediate_size": moe.ffn, "decoder_sparse_step": moe.every,
+            "mlp_only_layers": list(range(moe.dense_first)),
         }  # fmt: skip
     if model.latent is not None:
         words |= _deepseek_words(kind, model, moe, model.latent)

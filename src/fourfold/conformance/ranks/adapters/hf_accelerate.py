@@ -9,7 +9,7 @@ import torch
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, local
+from fourfold.conformance.ranks.reference import ADAMW, CLIP, local
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
@@ -45,9 +45,7 @@ class Accelerate(Adapter):
             gradient_accumulation_steps=self.case.micros,
         )  # fmt: skip
         model = Plain(self.tiny, self.elements)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.take(self.model.parameters())
 

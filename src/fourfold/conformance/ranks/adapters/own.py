@@ -10,30 +10,17 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Case, Look
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part, batch
+from fourfold.conformance.ranks.reference import ADAMW, CLIP, Part, batch
 from fourfold.engine import compat
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import FAULTS
+from fourfold.engine.verify.naming import canonical
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape, Positions
-
-NAMES = {
-    "embedding": "embed", "final_norm": "norm", "head": "head", "attention_norm": "norm1",
-    "mlp_norm": "norm2", "out": "o",
-}  # fmt: skip
-
-
-def numbers_of(name: str, start: dict[str, Tensor]) -> Tensor:
-    """Of a published tensor, such as layers.0.mlp.experts.3.gate.weight."""
-    *path, last, _ = name.split(".")
-    last = NAMES.get(last, last)
-    if "experts" in path:
-        return start[f"{path[1]}.e{last}"][int(path[-1])]
-    return start[f"{path[1]}.{last}" if path else last]
 
 
 class Batches:
@@ -114,10 +101,9 @@ class Own(Adapter):
         refusals = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
         if refusals:
             raise ValueError(str(refusals[0]))
-        kw = {"lr": LR, "betas": BETAS, "eps": EPS, "max_norm": CLIP, "weight_decay": DECAY}
         self.trainer = self.trainer_class(
             spec, World.create(spec.layout, self.case.device.type), device=self.case.device,
-            settings=OptimizerSettings(**kw), source=Batches(self.case),
+            settings=OptimizerSettings(max_norm=CLIP, **ADAMW), source=Batches(self.case),
         )  # fmt: skip
         self.shards = [
             (self._numbers(shard), shard)
@@ -128,7 +114,9 @@ class Own(Adapter):
             self.elements.fill(shard.values, numbers)
 
     def _numbers(self, shard: Any) -> Tensor:
-        whole = numbers_of(shard.name, self.elements.start)
+        name, expert = canonical(shard.name)
+        whole = self.elements.start[name]
+        whole = whole[expert] if whole.ndim == 3 else whole
         rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
         return whole[rows] if whole.ndim == 1 else whole[rows, columns]
 
@@ -139,10 +127,10 @@ class Own(Adapter):
         return [(n, shard.grad.clone()) for n, shard in self.shards if shard.grad is not None]
 
     def step(self, step: int, look: Look) -> tuple[float, float]:
-        norm, loss = self.trainer.reduce(self.trainer.accumulate(step))
+        done = self.trainer.reduce(self.trainer.accumulate(step))
         look()
-        self.trainer.update(norm)
-        return float(loss), float(norm)
+        self.trainer.update(done.grad_norm)
+        return float(done.loss + done.router_loss), float(done.grad_norm)
 
 
 ENGINE = Own

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.conformance.cell import SHARDED, Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
-from fourfold.conformance.ranks.reference import LR
+from fourfold.conformance.ranks.reference import CLIP, LR
 from fourfold.conformance.ranks.shims import Nothing, titan_on_cpu
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # flex attention is compiled while the module loads
@@ -73,6 +73,18 @@ class Titan(Adapter):
         }
         return next((rule for rule, broken in rules.items() if broken), "")
 
+    def settle(self, config: Any) -> None:
+        """What all releases call alike of a run's settings."""
+        cell, training, p = self.cell, config.training, config.parallelism
+        training.seq_len, training.local_batch_size = self.tiny.seq, self.case.rows
+        training.mixed_precision_param = training.mixed_precision_reduce = "float32"
+        training.max_norm, config.compile.enable = CLIP, False
+        p.data_parallel_shard_degree, p.data_parallel_replicate_degree = cell.shards, cell.replicas
+        p.tensor_parallel_degree, p.context_parallel_degree = cell.tp, cell.cp
+        p.pipeline_parallel_degree, p.expert_parallel_degree = cell.pp, cell.ep
+        p.pipeline_parallel_microbatch_size = self.case.micro_rows
+        p.pipeline_parallel_schedule = "Interleaved1F1B" if cell.virtual > 1 else "1F1B"
+
     def fill(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Numbers as weights, before the engine cuts them."""
         with torch.no_grad():
@@ -107,6 +119,10 @@ class Titan(Adapter):
             return clip(*a, **k)
 
         utils.clip_grad_norm_ = clip_grad_norm_
+
+    def own_batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        mesh = self.dims.get_optional_mesh("batch")
+        return self.case.ignored(step, mesh.get_local_rank() if mesh is not None else 0)
 
     def batches(self, step: int) -> list[tuple[dict[str, Any], torch.Tensor]]:
         raise NotImplementedError

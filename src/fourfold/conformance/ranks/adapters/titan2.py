@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapters.titan import Titan
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
+from fourfold.conformance.ranks.reference import BETAS, DECAY, EPS, LR
 from fourfold.conformance.ranks.shims import (
     cpu_histogram,
     cpu_permutation,
@@ -45,21 +45,13 @@ class Titan2(Titan):
         from torchtitan.config import JobConfig
 
         cell, t, job = self.cell, self.tiny, JobConfig()
-        job.training.seq_len, job.training.max_norm = t.seq, CLIP
-        job.training.local_batch_size = self.case.rows
-        job.training.mixed_precision_param = job.training.mixed_precision_reduce = "float32"
+        self.settle(job)
         job.activation_checkpoint.mode = "full" if cell.has("recompute") else "none"
-        job.compile.enable = False
         job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = LR, EPS, DECAY
         job.optimizer.beta1, job.optimizer.beta2 = BETAS
         job.optimizer.implementation = "foreach"
         p = job.parallelism
-        p.data_parallel_shard_degree, p.data_parallel_replicate_degree = cell.shards, cell.replicas
-        p.tensor_parallel_degree, p.context_parallel_degree = cell.tp, cell.cp
-        p.pipeline_parallel_degree, p.expert_parallel_degree = cell.pp, cell.ep
         p.expert_tensor_parallel_degree = cell.etp or (cell.tp if cell.ep > 1 else 1)
-        p.pipeline_parallel_microbatch_size = self.case.micro_rows
-        p.pipeline_parallel_schedule = "Interleaved1F1B" if cell.virtual > 1 else "1F1B"
         if cell.pp > 1:
             p.pipeline_parallel_layers_per_stage = t.layers // (cell.pp * cell.virtual)
             p.pipeline_parallel_first_stage_less_layers = 0
@@ -145,8 +137,7 @@ class Titan2(Titan):
 
     def batches(self, step: int) -> list[tuple[dict[str, Any], Tensor]]:
         """A pipeline takes all of them at once and cuts them itself."""
-        mesh = self.dims.get_optional_mesh("batch")
-        found = self.case.ignored(step, mesh.get_local_rank() if mesh is not None else 0)
+        found = self.own_batches(step)
         if self.cell.pp > 1:
             found = [(torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))]
         return [({"input": x}, y) for x, y in found]

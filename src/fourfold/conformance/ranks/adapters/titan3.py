@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapters.titan import Titan
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR
+from fourfold.conformance.ranks.reference import ADAMW
 from fourfold.conformance.ranks.shims import (
     cpu_histogram,
     dense_flex_attention,
@@ -42,23 +42,14 @@ class Titan3(Titan):
         from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
         cell, config = self.cell, qwen3_moe_debug()
-        config.training.seq_len = self.tiny.seq
-        config.training.local_batch_size = self.case.rows
-        config.training.mixed_precision_param = "float32"
-        config.training.mixed_precision_reduce = "float32"
-        config.training.max_norm, config.training.disable_cuda_graphs = CLIP, True
-        config.compile.enable, config.activation_checkpoint = False, None
+        self.settle(config)
+        config.training.disable_cuda_graphs, config.activation_checkpoint = True, None
         if cell.has("recompute"):
             from torchtitan.distributed.activation_checkpoint import FullAC
 
             config.activation_checkpoint = FullAC.Config()
         p = config.parallelism
-        p.tensor_parallel_degree, p.context_parallel_degree = cell.tp, cell.cp
-        p.pipeline_parallel_degree, p.expert_parallel_degree = cell.pp, cell.ep
-        p.data_parallel_shard_degree, p.data_parallel_replicate_degree = cell.shards, cell.replicas
         p.enable_sequence_parallel, p.spmd_backend = cell.has("sp"), "partial_dtensor"
-        p.pipeline_parallel_microbatch_size = self.case.micro_rows
-        p.pipeline_parallel_schedule = "Interleaved1F1B" if cell.virtual > 1 else "1F1B"
         return config
 
     def _model(self) -> Any:
@@ -147,8 +138,7 @@ class Titan3(Titan):
     def _optimizer(self) -> Any:
         from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
 
-        kw = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-        group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=kw)
+        group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=ADAMW)
         config = OptimizersContainer.Config(param_groups=[group], implementation="foreach")
         return config.build(model_parts=self.parts)
 
@@ -169,10 +159,9 @@ class Titan3(Titan):
             self.standins.add("experts")
 
     def batches(self, step: int) -> list[tuple[dict[str, Any], Tensor]]:
-        mesh = self.dims.get_optional_mesh("batch")
-        found = self.case.ignored(step, mesh.get_local_rank() if mesh is not None else 0)
         places = torch.arange(self.tiny.seq, device=self.case.device)
-        return [({"input": x, "positions": places.expand_as(x)}, y) for x, y in found]
+        own = self.own_batches(step)
+        return [({"input": x, "positions": places.expand_as(x)}, y) for x, y in own]
 
 
 ENGINE = Titan3

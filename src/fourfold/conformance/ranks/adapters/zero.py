@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part
+from fourfold.conformance.ranks.reference import ADAMW, CLIP, Part
 from fourfold.conformance.ranks.shims import nothing_compiled
 
 if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ class DeepSpeedZero(Adapter):
         self.numbers = [self.elements.numbers(p) for p in params]
         for p, numbers in zip(params, self.numbers, strict=True):
             self.elements.fill(p.data, numbers)
-        optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        optimizer = torch.optim.AdamW(params, **ADAMW)
         zero = {"stage": self.stage, "overlap_comm": self.cell.has("overlap")}
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer,

@@ -1,0 +1,181 @@
+"""The model of a torchtitan run, in columns of the reference schema. Up to 0.2 its sizes are
+printed; 0.3 prints its name and number of parameters, and the sizes of every layer only with the
+whole configuration (`debug.print_config`)."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from fourfold.cost.count.params import model_params
+from fourfold.logs.experts import KEYS, latent_facts, model_columns, placed
+from fourfold.logs.nested import Flat, number, whole, yes
+from fourfold.spec import ModelShape, catalog
+
+_BACKENDS = {"standard": "alltoall"}
+# 0.3 prints a dispatcher's settings without its name: what only that one has.
+_TOLD_BY = {"non_blocking_capacity_factor": "hybridep", "cudagraphable": "deepep"}
+
+
+def titan_experts(args: Flat) -> Flat:
+    """Of the model that torchtitan up to 0.2 prints, whose fields stand under moe_args."""
+    moe = {name.rpartition("moe_args.")[2]: value for name, value in args.items()
+           if "moe_args." in name}  # fmt: skip
+    count = whole(moe.get("num_experts")) or 0
+    has_latent = "kv_lora_rank" in args
+    if count < 2 or not (has_latent or yes(args.get("moe_enabled"))):
+        return {}
+    width = whole(args.get("moe_inter_dim")) or 0
+    shared = (whole(moe.get("num_shared_experts")) or 0) * width
+    facts = {
+        "experts": str(count),
+        "experts_per_token": moe.get("top_k", ""),
+        "expert_ffn": str(width or ""),
+        "shared_ffn": str(shared or ""),
+        "dense_layers": str(whole(args.get("n_dense_layers")) or ""),
+        "family": "deepseek" if has_latent else "qwen-moe",
+    }
+    if has_latent:
+        facts |= latent_facts(args, *KEYS) | {"d_ff": args.get("inter_dim", "")}
+    return facts
+
+
+def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
+    """Of 0.3, whose configuration lists every layer: its fields, by layer."""
+    routed = fields.get("moe.num_experts", {})
+    if not routed:
+        return {}
+
+    def said(name: str) -> str:
+        values = {value for at, value in fields.get(name, {}).items() if at in routed}
+        return values.pop() if len(values) == 1 else ""
+
+    latent = {name.rpartition(".")[2]: said(name) for name in fields if name.count(".") == 1}
+    dispatcher = [kind for name, kind in _TOLD_BY.items()
+                  if f"moe.routed_experts.token_dispatcher.{name}" in fields]  # fmt: skip
+    facts = {
+        "experts": said("moe.num_experts"),
+        "experts_per_token": said("moe.router.top_k"),
+        "expert_ffn": said("moe.routed_experts.inner_experts.hidden_dim"),
+        "shared_ffn": said("moe.shared_experts.w1.out_features"),
+        "dispatcher": dispatcher[0] if dispatcher else "alltoall",
+        "head_dim": said("attention.head_dim"),
+        "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
+    }
+    if latent.get("kv_lora_rank"):
+        facts |= latent_facts(latent, *KEYS)
+        facts["n_kv_heads"] = said("attention.n_heads")
+    return facts | placed([int(at in routed) for at in range(layers)])
+
+
+def titan_layout(flat: Flat) -> Flat:
+    """What its configuration says of the exchange; 'forced' only where it is on."""
+    backend = flat.get("parallelism.expert_parallel_comm_backend", "")
+    forced = flat.get(
+        "debug.moe_force_load_balance", flat.get("training.debug_moe_force_load_balance")
+    )
+    return {
+        "_ep": flat.get("parallelism.expert_parallel_degree", ""),
+        "_etp": flat.get("parallelism.expert_tensor_parallel_degree", ""),
+        "_dispatcher": _BACKENDS.get(backend, backend),
+        "_forced": str(int(yes(forced))) if forced is not None else "",
+    }
+
+
+def titan_placed(facts: Flat) -> Flat:
+    """Together: with tp and without ep, experts are cut as other layers are."""
+    if not facts.get("experts"):
+        return {}
+    ep = whole(facts.get("_mesh_ep") or facts.get("_ep")) or 1
+    etp = whole(facts.get("_mesh_etp") or facts.get("_etp")) or 1
+    tp = whole(facts.get("tp")) or 1
+    return {
+        "ep": str(ep),
+        "etp": str(tp if ep == 1 else etp),
+        "dispatcher": facts.get("dispatcher") or facts.get("_dispatcher") or "alltoall",
+        "routing": "forced" if facts.get("_forced") == "1" else "natural",
+    }
+
+
+# 'model_spec.model.layers.31.attention.n_heads'
+_LAYER = re.compile(r"model_spec\.model\.layers\.([0-9]{1,6})\.(\S+)")
+_ANY_LENGTH = 8192  # positions of these models have no weights
+
+
+def printed_sizes(flat: Flat) -> Flat:
+    """Of what 0.2 prints behind 'Building NAME FLAVOR with'."""
+    hidden, heads = whole(flat.get("dim")), flat.get("n_heads", "")
+    ffn = whole(flat.get("hidden_dim"))
+    if ffn is None and hidden and "multiple_of" in flat:
+        wide = int(2 * 4 * hidden / 3)
+        wide = int((number(flat.get("ffn_dim_multiplier")) or 1.0) * wide)
+        step = max(1, whole(flat.get("multiple_of")) or 1)
+        ffn = step * -(-wide // step)
+    given = {
+        "n_layers": flat.get("n_layers"),
+        "d_model": flat.get("dim"),
+        "n_heads": heads,
+        "n_kv_heads": flat["n_kv_heads"] if whole(flat.get("n_kv_heads")) else heads,
+        "head_dim": flat.get("head_dim"),
+        "d_ff": str(ffn or ""),
+        "vocab": flat.get("vocab_size"),
+        "_max_len": flat.get("max_seq_len"),
+    }
+    known = {name: str(whole(value) or "") for name, value in given.items()}
+    known |= {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
+    routed = titan_experts(flat)
+    experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
+    if experts and not routed and "llama3" not in flat.get("name", ""):
+        known["unmodelled"] = f"{experts[0]} experts"
+    return known | routed
+
+
+def configured_sizes(flat: Flat) -> Flat:
+    """Of the model in 0.3's configuration, where every layer is listed; {} where there is none.
+    Layers that differ are not what the schema can say."""
+    layers: dict[str, dict[int, str]] = {}
+    numbers = set()
+    for path, value in flat.items():
+        if found := _LAYER.fullmatch(path):
+            numbers.add(int(found[1]))
+            layers.setdefault(found[2], {})[int(found[1])] = value
+    if not numbers:
+        return {}
+    fields = {name: set(values.values()) for name, values in layers.items()}
+    heads = fields.get("attention.n_heads", {""})
+    groups = {value for value in fields.get("attention.n_kv_heads", set()) if whole(value)}
+    given = {
+        "n_heads": heads,
+        "n_kv_heads": groups or heads,
+        "head_dim": fields.get("attention.head_dim", {""}),
+        "d_ff": fields.get("feed_forward.w1.out_features", {""}),
+    }
+    known = {name: next(iter(values)) for name, values in given.items() if len(values) == 1}
+    known |= {
+        "n_layers": str(len(numbers)),
+        "d_model": flat.get("model_spec.model.dim", ""),
+        "vocab": flat.get("model_spec.model.vocab_size", ""),
+        "tied": str(int(yes(flat.get("model_spec.model.enable_weight_tying")))),
+        "family": "llama",
+    }
+    if routed := titan_layers(layers, len(numbers)):
+        known |= {"d_ff": routed["expert_ffn"]} if "d_ff" not in known else {}
+        return known | routed
+    if any(len(values) > 1 for values in given.values()):
+        known["unmodelled"] = "layers of several sizes"
+    return known
+
+
+def sizes_by_count(model: str, parameters: str) -> Flat:
+    """Of the catalogue's model with exactly so many parameters, where the log says 'llama3-8b' and
+    the number, and nothing else; {} where there is none, or models of several sizes."""
+    if not model.startswith(("llama", "qwen", "deepseek")):
+        return {}
+    count = whole(parameters)
+    found = [model_columns(one) for one in _shapes() if model_params(one, _ANY_LENGTH) == count]
+    return found[0] if found and all(one == found[0] for one in found) else {}
+
+
+@cache
+def _shapes() -> list[ModelShape]:
+    return [catalog.model(name) for name in catalog.model_names()]

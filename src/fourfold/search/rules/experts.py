@@ -1,0 +1,137 @@
+"""Rules of models with experts: where experts lie, and how tokens get to them."""
+
+from __future__ import annotations
+
+from fourfold.search.rules.case import Rule, RuleCase, Truth, Words, choice, divisors, few
+from fourfold.spec.words import MOE_RECOMPUTE, RECOMPUTE_KINDS
+
+_OF_EXPERTS = {
+    "dispatcher": "auto", "routing": "natural", "imbalance": None, "overlap_exchange": False,
+}  # fmt: skip
+_MOE_KINDS = tuple(RECOMPUTE_KINDS.index(kind) for kind in MOE_RECOMPUTE)
+
+
+def _expert_ranks(c: RuleCase) -> Truth:
+    return (c.shard * c.cp * c.tp) % (c.ep * c.etp) != 0
+
+
+def _expert_ranks_words(c: RuleCase) -> Words:
+    ranks = c.shard * c.cp * c.tp
+    if c.etp > 1:
+        rule = f"x etp={c.etp} = {c.ep * c.etp} must divide dp x cp x tp of a stage = {ranks}"
+    else:
+        rule = f"must divide dp x cp x tp = {ranks}, the ranks of a stage"
+    rule += " and of one replica" if c.replicate > 1 else ""
+    legal = [size for size in divisors(ranks) if ranks % (size * c.etp) == 0] or [1]
+    return "layout.ep", c.ep, rule, f"use ep {few(legal, c.ep)}"
+
+
+def _experts_words(c: RuleCase) -> Words:
+    experts = c.model.experts
+    rule = f"must divide experts={experts}"
+    return "layout.ep", c.ep, rule, f"use ep {few(divisors(experts), c.ep)}"
+
+
+def _expert_width_words(c: RuleCase) -> Words:
+    assert c.model.moe is not None
+    ffn = c.model.moe.ffn
+    hint = f"use etp {few(divisors(ffn), c.etp)}"
+    return "layout.etp", c.etp, f"must divide moe.ffn={ffn}, an expert's width", hint
+
+
+def _idle_choices(c: RuleCase) -> dict[str, object]:
+    """Choices of a policy that change nothing in a dense model."""
+    asked = {name: getattr(c.policy, name) for name in _OF_EXPERTS}
+    return {name: value for name, value in asked.items() if value != _OF_EXPERTS[name]}
+
+
+def _expert_dense(c: RuleCase) -> Truth:
+    if c.model.moe is not None:
+        return False
+    kinds = (c.recompute == _MOE_KINDS[0]) | (c.recompute == _MOE_KINDS[1])
+    return (c.ep > 1) | (c.etp > 1) | kinds | bool(_idle_choices(c))
+
+
+def _expert_dense_words(c: RuleCase) -> Words:
+    rule = f"needs experts, which {c.model.name} does not have"
+    for name, value in _idle_choices(c).items():
+        return f"policy.{name}", value, rule, "omit it, or use a model with experts"
+    if c.ep * c.etp == 1:
+        return "policy.recompute", RECOMPUTE_KINDS[c.recompute], rule, "use full or selective"
+    axis = "ep" if c.ep > 1 else "etp"
+    return f"layout.{axis}", getattr(c, axis), rule, f"use {axis} = 1, or a model with experts"
+
+
+def _moe_tp(c: RuleCase) -> Truth:
+    """Every rank of a stage must see tokens of its own."""
+    return (c.model.moe is not None) & (c.tp > 1) & (c.sequence_parallel == 0)
+
+
+def _moe_tp_words(c: RuleCase) -> Words:
+    rule = "must be true with experts and tensor parallelism: every rank routes its own tokens"
+    return "policy.sequence_parallel", False, rule, "use sequence_parallel = true, or tp = 1"
+
+
+def _shared_width(c: RuleCase) -> Truth:
+    moe = c.model.moe
+    return False if moe is None else moe.shared_ffn % c.tp != 0
+
+
+def _shared_width_words(c: RuleCase) -> Words:
+    assert c.model.moe is not None
+    wide = c.model.moe.shared_ffn
+    rule = f"must divide moe.shared_ffn={wide}"
+    return "layout.tp", c.tp, rule, f"use tp {few(divisors(wide), c.tp)}"
+
+
+def _expert_tp(c: RuleCase) -> Truth:
+    if c.model.moe is None or not c.stack.experts_follow_tp:
+        return False
+    return c.etp != 1 + (c.tp - 1) * (c.ep == 1)
+
+
+def _expert_tp_words(c: RuleCase) -> Words:
+    cut = "experts are cut over tp where ep is 1, and whole where it is more"
+    whole = f"ep above 1 with etp = 1, or etp = {c.tp}"
+    return "layout.etp", c.etp, f"is not possible with {c.stack.name}: {cut}", f"use {whole}"
+
+
+def _dispatcher(c: RuleCase) -> Truth:
+    spread = c.ep * c.etp > 1
+    alone = c.policy.dispatcher == "local"
+    waits = c.policy.cuda_graph & c.stack.is_ours
+    return (spread & (alone | waits)) | ((c.ep > 0) & _lacks_dispatcher(c))
+
+
+def _lacks_dispatcher(c: RuleCase) -> bool:
+    return c.policy.dispatcher not in ("auto", *c.stack.dispatchers)
+
+
+def _dispatcher_words(c: RuleCase) -> Words:
+    if _lacks_dispatcher(c):
+        return choice(c, "policy.dispatcher", c.policy.dispatcher, ("auto", *c.stack.dispatchers))
+    if c.policy.cuda_graph and c.stack.is_ours:
+        rule = "needs a step without host waits, but tokens are exchanged by counts (ep x etp > 1)"
+        return "policy.cuda_graph", True, rule, "use cuda_graph = false, or ep = 1"
+    rule = f"keeps tokens on their rank, but ep={c.ep} x etp={c.etp} spreads experts"
+    return "policy.dispatcher", "local", rule, "use dispatcher = alltoall or allgather"
+
+
+RULES = (
+    Rule("expert-dense", _expert_dense, _expert_dense_words),
+    Rule(
+        "experts",
+        lambda c: (c.model.moe is not None) & (max(1, c.model.experts) % c.ep != 0),
+        _experts_words,
+    ),
+    Rule("expert-ranks", _expert_ranks, _expert_ranks_words),
+    Rule(
+        "expert-width",
+        lambda c: False if c.model.moe is None else c.model.moe.ffn % c.etp != 0,
+        _expert_width_words,
+    ),
+    Rule("expert-tp", _expert_tp, _expert_tp_words),
+    Rule("shared-width", _shared_width, _shared_width_words),
+    Rule("moe-tp", _moe_tp, _moe_tp_words),
+    Rule("dispatcher", _dispatcher, _dispatcher_words),
+)

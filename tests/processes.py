@@ -1,0 +1,43 @@
+"""Processes of this machine: by their words, by their parent, and what a test waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fourfold.result.machine import process_state
+
+
+def with_words(*words: str) -> dict[int, str]:
+    """The command lines that have all of these, but of those that only wait to be reaped."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if all(word in line for word in words) and process_state(int(entry.name)) != "Z":
+                    found[int(entry.name)] = line
+    return found
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def wait_for(
+    done: Callable[[], object],
+    process: subprocess.Popen[str] | None = None,
+    *,
+    at_most_s: float = 240,
+) -> None:
+    """That this process, if one is given, goes on meanwhile."""
+    until = time.monotonic() + at_most_s
+    while not done():
+        assert time.monotonic() < until, "waited too long"
+        assert process is None or process.poll() is None, process and process.communicate()
+        time.sleep(0.02)
