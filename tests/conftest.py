@@ -103,8 +103,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Workers take whole files; those that start with ranks must not be the last of one of them.
     items.sort(key=lambda item: not _is_one_of(item.path, LONG_FILES))
     if config.getoption("--minutes"):
-        # Another order each time, and the same in every worker; what takes longer is for --all.
-        random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", "")).shuffle(items)
+        # An order by the seed, or another each time, and the same in every worker; what takes
+        # longer is for --all.
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+        random.Random(config.getoption("--hypothesis-seed") or run).shuffle(items)
         items[:] = [item for item in items if item.get_closest_marker("timeout") is None]
     for item in items:
         if _is_quick(item.path) and item.get_closest_marker("slow") is None:
