@@ -236,7 +236,7 @@ def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path, stopped: b
     wait_for(lambda: children(process.pid))
     workers = children(process.pid)
     if stopped:  # once it has asked the kernel to die with its launcher
-        wait_for(lambda: "--mark" in Path(f"/proc/{workers[0]}/cmdline").read_text())
+        wait_for(lambda: "--launcher" in Path(f"/proc/{workers[0]}/cmdline").read_text())
         wait_for(lambda: "torch" in Path(f"/proc/{workers[0]}/maps").read_text())
         os.kill(workers[0], signal.SIGSTOP)
     process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -165,10 +164,10 @@ def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
     job = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report,))
     (finished / REPORT_FILE).write_text(codec.to_json(job))
     sleeper = "import time; time.sleep(600)"
-    mark = dataclasses.replace(new_mark(place), launcher=gone.pid, born="1")
+    mark = new_mark(place)
     worker, other = (
-        subprocess.Popen([sys.executable, "-c", sleeper], env={**os.environ, VARIABLE: str(one)})
-        for one in (mark, dataclasses.replace(mark, token="0" * 32))
+        subprocess.Popen([sys.executable, "-c", sleeper], env={**os.environ, VARIABLE: one})
+        for one in (mark, f"{'0' * 32}{mark[32:]}")
     )
     said: list[str] = []
     kept = Campaign(store, runner=Fake(), say=said.append).clear_up()

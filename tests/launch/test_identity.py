@@ -9,17 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.launch import identity
 from fourfold.launch.folder import end_processes_of, job_folder
-from fourfold.launch.identity import TOKEN_FILE, VARIABLE, Mark, new_mark
+from fourfold.launch.identity import TOKEN_FILE, VARIABLE, new_mark
 from fourfold.result import machine
 
 SLEEP = "import time; time.sleep(600)"
@@ -42,48 +39,36 @@ def sleeper(mark: object, *words: str) -> subprocess.Popen[bytes]:
     return one
 
 
-@pytest.fixture
-def dead() -> int:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    return gone.pid
-
-
-def left(folder: Path, dead: int) -> Mark:
-    """The mark of processes whose launcher has died."""
-    return replace(new_mark(folder), launcher=dead, born="1")
-
-
-def test_a_leftover_is_ended_through_any_name(tmp_path: Path, dead: int, monkeypatch) -> None:
+def test_a_leftover_is_ended_through_any_name(tmp_path: Path, monkeypatch) -> None:
     job = tmp_path / "real" / "job"
     job.mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")
     for name in (job, tmp_path / "link" / "job", Path("job"), Path("..", "real", "job")):
-        one = sleeper(left(job, dead))
+        one = sleeper(new_mark(job))
         assert end_processes_of(name) == 1
         assert one.wait(120) == -9
-    one = sleeper(left(job, dead))
+    one = sleeper(new_mark(job))
     moved = (tmp_path / "real").rename(tmp_path / "moved")
     assert end_processes_of(moved / "job") == 1
     assert one.wait(120) == -9
 
 
-def test_one_that_is_just_being_started_is_ended(tmp_path: Path, dead: int, monkeypatch) -> None:
+def test_one_that_is_just_being_started_is_ended(tmp_path: Path, monkeypatch) -> None:
     """While a program is being loaded, its process has no environment to be known by; on a busy
     machine that is what a look at it usually finds."""
     for _ in range(2 * (os.cpu_count() or 1)):
         STARTED.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
     for _ in range(30):
-        one = sleeper(left(tmp_path, dead))
+        one = sleeper(new_mark(tmp_path))
         monkeypatch.setattr(identity, "_pids", lambda pid=one.pid: [pid])  # the first to be seen
         assert end_processes_of(tmp_path) == 1
         assert one.wait(120) == -9
 
 
-def test_one_that_starts_between_two_looks_is_ended(tmp_path: Path, dead: int, monkeypatch) -> None:
+def test_one_that_starts_between_two_looks_is_ended(tmp_path: Path, monkeypatch) -> None:
     """It shows no environment at the first look, and is no longer starting at the second."""
-    one, read, looks = sleeper(left(tmp_path, dead)), Path.read_bytes, []
+    one, read, looks = sleeper(new_mark(tmp_path)), Path.read_bytes, []
 
     def read_bytes(path: Path) -> bytes:
         if path == Path(f"/proc/{one.pid}/environ"):
@@ -97,51 +82,38 @@ def test_one_that_starts_between_two_looks_is_ended(tmp_path: Path, dead: int, m
     assert len(looks) > 1
 
 
-def test_one_without_an_environment_is_left_alone(tmp_path: Path, dead: int) -> None:
-    left(tmp_path, dead)
+def test_one_without_an_environment_is_left_alone(tmp_path: Path) -> None:
+    new_mark(tmp_path)
     one = subprocess.Popen([sys.executable, "-c", SLEEP], env={})
     STARTED.append(one)
     assert end_processes_of(tmp_path) == 0
     assert one.poll() is None
 
 
-def test_a_stopped_leftover_is_ended(tmp_path: Path, dead: int) -> None:
-    one = sleeper(left(tmp_path, dead))
+def test_a_stopped_leftover_is_ended(tmp_path: Path) -> None:
+    one = sleeper(new_mark(tmp_path))
     os.kill(one.pid, 19)
     assert end_processes_of(tmp_path) == 1
     assert one.wait(120) == -9
 
 
-def test_a_kernel_without_descriptors_of_processes(tmp_path: Path, dead: int, monkeypatch) -> None:
-    def unknown(pid: int) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(os, "pidfd_open", unknown, raising=False)
-    one = sleeper(left(tmp_path, dead))
-    assert end_processes_of(tmp_path) == 1
-    assert one.wait(120) == -9
-
-
-def test_nobody_else_is_ended(tmp_path: Path, dead: int) -> None:
+def test_nobody_else_is_ended(tmp_path: Path) -> None:
     """Each of these resembles a leftover of the folder in all but one thing."""
     job, copy, other = tmp_path / "job", tmp_path / "copy", tmp_path / "other" / "job"
     job.mkdir()
     other.mkdir(parents=True)
-    mark = left(job, dead)
+    mark = new_mark(job)
     shutil.copytree(job, copy)
-    theirs = left(other, dead)
+    theirs = new_mark(other)
+    token, number = mark.split(":")
     spared = [
         sleeper(theirs),  # another training's
-        sleeper(replace(mark, token="0" * 32)),  # of an earlier start in this folder
-        sleeper(replace(mark, folder=mark.folder + 10**6)),
-        sleeper(
-            replace(mark, launcher=os.getpid(), born=machine.process_born(os.getpid()))
-        ),  # alive
-        sleeper(replace(mark, boot="another")),
+        sleeper(f"{'0' * 32}:{number}"),  # of an earlier start in this folder
+        sleeper(f"{token}:{int(number) + 10**6}"),
         sleeper(f"{mark}0"),
         sleeper(f"x{mark}"),
         sleeper("", "fourfold.engine.worker", f"{job}/job.json", f"{VARIABLE}={mark}"),
-        sleeper(theirs, str(mark), f"--mark={mark}"),
+        sleeper(theirs, mark, f"{job}/job.json"),
     ]
     mine = sleeper(mark)
     assert end_processes_of(copy) == 0
@@ -152,23 +124,20 @@ def test_nobody_else_is_ended(tmp_path: Path, dead: int) -> None:
     assert [one.poll() for one in spared] == [None] * len(spared)
 
 
-def test_a_path_that_ends_in_the_same_text(tmp_path: Path, dead: int) -> None:
-    """out and other/out, /a/b and /x/a/b: texts that hold each other, trainings that do not."""
-    short, long = tmp_path / "out", tmp_path / "x" / str(tmp_path)[1:] / "out"
-    for folder in (short, long):
-        folder.mkdir(parents=True)
-    theirs = sleeper(left(long, dead), "fourfold.engine.worker", f"{long}/job.json")
-    left(short, dead)
-    assert end_processes_of(short) == 0
-    assert theirs.poll() is None
-
-
-def test_where_a_living_launcher_works_nothing_is_ended(tmp_path: Path, dead: int) -> None:
-    """Also when its processes seem to have none: it may be in another container."""
+def test_where_a_living_launcher_works_nothing_is_ended(tmp_path: Path, monkeypatch) -> None:
+    """Where no folder can be locked, a start ends nothing by itself; who asks may know more."""
     with job_folder(tmp_path):
-        one = sleeper(left(tmp_path, dead))
+        one = sleeper(new_mark(tmp_path))
         assert end_processes_of(tmp_path) == 0
+
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fourfold.launch.folder.fcntl.flock", refuse)
+    token = (tmp_path / TOKEN_FILE).read_bytes()
+    with job_folder(tmp_path):
         assert one.poll() is None
+        (tmp_path / TOKEN_FILE).write_bytes(token)  # a start takes it away
     assert end_processes_of(tmp_path) == 1
 
 
@@ -189,10 +158,10 @@ def test_a_folder_is_one_start_s_at_a_time(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "garbage", "long", "missing"])
-def test_an_odd_token_is_none(tmp_path: Path, dead: int, kind: str) -> None:
+def test_an_odd_token_is_none(tmp_path: Path, kind: str) -> None:
     job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
     job.mkdir()
-    one = sleeper(left(job, dead))
+    one = sleeper(new_mark(job))
     token = job / TOKEN_FILE
     token.rename(elsewhere)
     if kind == "link":
@@ -239,12 +208,6 @@ def test_what_is_not_the_job_s_stays(tmp_path: Path) -> None:
     with job_folder(tmp_path):
         pass
     assert len(list(tmp_path.iterdir())) == 3
-
-
-@given(st.text(max_size=80))
-def test_any_text_is_a_mark_or_none(text: str) -> None:
-    mark = Mark.parse(text)
-    assert mark is None or str(mark) == text
 
 
 def test_a_process_s_own_facts() -> None:

@@ -238,10 +238,9 @@ def _performer(job: str) -> ModuleType:
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, str]]:
     """The job file, in whose folder reports go, and what only the launcher adds: which of the job's
-    runs (0,1,2), the process to die with or, under Slurm, the ranks of a node, and the mark for
-    whoever looks at processes."""
+    runs (0,1,2), and the process to die with or, under Slurm, the ranks of a node."""
     try:
-        options, words = getopt.gnu_getopt(argv, "", ["tasks=", "launcher=", "mark=", "per-node="])
+        options, words = getopt.gnu_getopt(argv, "", ["tasks=", "launcher=", "per-node="])
         (job,) = words
     except (getopt.GetoptError, ValueError):
         print(USAGE, file=sys.stderr)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.errors import UserError
-from fourfold.launch.identity import VARIABLE, end_leftovers, new_mark
+from fourfold.launch.folder import exclusive
+from fourfold.launch.identity import VARIABLE, end_marked, new_mark
 from fourfold.launch.outcomes import kernel_kills
 from fourfold.result.job import LOG_FILE, LOG_FILES
 from fourfold.result.report import Outcome
@@ -130,13 +131,14 @@ def run_command(
 ) -> Ended:
     """Returns when no process of it is left, however it ended; Ctrl-C and SIGTERM end it too."""
     began, kills = time.monotonic(), kernel_kills()
-    mark, process = str(new_mark(folder)), None
-    try:
-        with stop_signals(None):  # also while it is being started
-            process = _started(command, {**env, VARIABLE: mark}, folder)
-            code, limit, steps, start_s = watched(process.poll, folder, watch)
-    finally:
-        _end(process, folder)
+    mark, process = new_mark(folder), None
+    with exclusive(folder):
+        try:
+            with stop_signals(None):  # also while it is being started
+                process = _started(command, {**env, VARIABLE: mark}, folder)
+                code, limit, steps, start_s = watched(process.poll, folder, watch)
+        finally:
+            _end(process, folder)
     return Ended(
         code=code,
         limit=limit,
@@ -218,7 +220,7 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
     """Asked first, then killed: the group, and whatever left it but carries the mark."""
     if process is not None:
         _end_group(process)
-    end_leftovers(folder, own=True)
+    end_marked(folder)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.identity import TOKEN_FILE, end_leftovers
+from fourfold.launch.identity import TOKEN_FILE, end_marked
 from fourfold.launch.outcomes import own_words, read_if_whole
 from fourfold.result import report
 from fourfold.result.job import (
@@ -50,41 +50,45 @@ def job_folder(folder: Path) -> Iterator[None]:
     with _as_user_error(folder):
         check.that(not folder.is_symlink(), "folder", str(folder), rule, hint)
         folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder, os.O_NOFOLLOW):
+    with exclusive(folder, os.O_NOFOLLOW) as is_locked:
         with _as_user_error(folder):
-            end_leftovers(folder)
+            if is_locked:
+                end_marked(folder)
             for path in (path for pattern in _OURS for path in folder.glob(pattern)):
                 _remove(path)
         yield
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, flags: int = 0) -> Iterator[None]:
+def exclusive(folder: Path, flags: int = 0) -> Iterator[bool]:
     """No second start in a folder that exists, even where somebody has removed files from it: the
-    kernel's lock, on the folder and not on its name; gone when this process is."""
+    kernel's lock, on the folder and not on its name; gone when this process is. False where the
+    file system locks no folders, as some network ones; a training has a lock file besides."""
     with _as_user_error(folder):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
     try:
-        # Some network file systems lock no folders; a training has a lock file besides.
+        is_locked = False
         with contextlib.suppress(OSError):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = True
             except BlockingIOError:
                 rule, hint = "is in use by another start", "wait for it, or choose another folder"
                 raise UserError(rule, field="folder", value=str(folder), hint=hint) from None
-        yield
+        yield is_locked
     finally:
         os.close(handle)
 
 
 def end_processes_of(folder: Path) -> int:
     """End what a killed launcher left running for this job folder, and say how many. Where a living
-    one works there, nothing is."""
+    one holds its lock, nothing is; where no folder can be locked, the caller knows that it is dead:
+    by the lock file of a training, by the owner of a work folder."""
     if folder.is_symlink() or not folder.is_dir():
         return 0
     try:
         with exclusive(folder, os.O_NOFOLLOW):
-            return end_leftovers(folder)
+            return end_marked(folder)
     except UserError:
         return 0
 

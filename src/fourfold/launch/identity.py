@@ -1,5 +1,7 @@
-"""Recognises processes by a token that each start of a job makes, never by the text of a path. A
-leftover has this folder's token, was started for this very folder, and its launcher is dead.
+"""Recognises the processes of a job by a mark in their environment, never by the text of a path:
+the token of a start, which lies in the job's folder, and that folder's number, so that a copy of
+the folder has none. Who starts them holds the kernel's lock on the folder; so what carries its mark
+while another process holds that lock is left over.
 
 Who follows a queued run: one command at a time, by a lock on a file in the run's folder, which
 moves with the folder when the run is kept. The lock is gone when its holder is.
@@ -14,70 +16,43 @@ import re
 import secrets
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.slurm import logs_of
-from fourfold.result import machine
 
 TOKEN_FILE = "token"
 VARIABLE = "FOURFOLD_JOB"
-_MARK = re.compile(r"([0-9a-f]{32}):([0-9]+):([0-9]+):([^:\s]+):([^:\s]*)")
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 _END_S = 10.0
 _START_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What a process says of itself: its token, its folder by number, and who launched it."""
-
-    token: str
-    folder: int
-    launcher: int
-    born: str
-    boot: str
-
-    def __str__(self) -> str:
-        return f"{self.token}:{self.folder}:{self.launcher}:{self.born}:{self.boot}"
-
-    @classmethod
-    def parse(cls, text: str) -> Mark | None:
-        match = _MARK.fullmatch(text)
-        if match is None:
-            return None
-        token, folder, launcher, born, boot = match.groups()
-        return cls(token, int(folder), int(launcher), born, boot)
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the launcher is gone, or another process of this boot has its number."""
-        return self.boot == machine.boot_id() and machine.process_born(self.launcher) != self.born
-
-
-def new_mark(folder: Path) -> Mark:
-    """For the next start in this folder, by this process; the token is in the folder then."""
+def new_mark(folder: Path) -> str:
+    """For the next start in this folder; its token is in the folder then."""
     token = secrets.token_hex(16)
     files.write_text(folder / TOKEN_FILE, f"{token}\n")
-    born = machine.process_born(os.getpid()) or "?"
-    return Mark(token, os.stat(folder).st_ino, os.getpid(), born, machine.boot_id())
+    return _mark(folder, token)
 
 
-def end_leftovers(folder: Path, *, own: bool = False) -> int:
-    """Kill what a dead launcher of this folder left running, and what this one did if `own`; how
+def _mark(folder: Path, token: str) -> str:
+    return f"{token}:{os.stat(folder).st_ino}"
+
+
+def end_marked(folder: Path) -> int:
+    """Kill the processes of the last start in this folder, which nobody else works in by now; how
     many there were."""
     token = _token(folder)
     if not token:
         return 0
-    number = os.stat(folder).st_ino
+    word = f"{VARIABLE}={_mark(folder, token)}".encode()
     ended: set[int] = set()
     until = time.monotonic() + _END_S
     while time.monotonic() < until:
-        living = [pid for pid in _pids() if _end(pid, token, number, own=own)]
+        living = [pid for pid in _pids() if _end(pid, word)]
         if not living:
             break
         ended.update(living)
@@ -91,53 +66,16 @@ def _token(folder: Path) -> str:
         text = files.read_own(folder / TOKEN_FILE, max_bytes=1024).decode(errors="replace").strip()
     except (OSError, UserError):
         return ""
-    return text if re.fullmatch(r"[0-9a-f]{32}", text) else ""
+    return text if _TOKEN.fullmatch(text) else ""
 
 
-def _end(pid: int, token: str, number: int, *, own: bool) -> bool:
-    """Kill it if it is a leftover; a descriptor keeps its number from another process meanwhile."""
-    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        handle = _descriptor(pid)
-        if handle >= 0:
-            stack.callback(os.close, handle)
-        if machine.process_state(pid) in ("", "Z", "X"):
-            return False
-        marks = [mark for mark in _marks(pid) if mark.token == token and mark.folder == number]
-        mine = own and any(mark.launcher == os.getpid() for mark in marks)
-        if not mine and not any(mark.is_orphan for mark in marks):
-            return False
-        if handle >= 0:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        else:
+def _end(pid: int, word: bytes) -> bool:
+    """Kill it if that word is in the environment it was started with."""
+    with contextlib.suppress(OSError):
+        if word in _environment(pid).split(b"\0"):
             os.kill(pid, signal.SIGKILL)
-        return True
+            return True
     return False
-
-
-def _descriptor(pid: int) -> int:
-    """-1 where the kernel is too old for them, or a container forbids it."""
-    try:
-        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return -1
-
-
-def _marks(pid: int) -> Iterator[Mark]:
-    """Of the environment it was started with; where that can't be read, of its command line."""
-    if os.path.isdir("/proc/self"):
-        words = _environment(pid).split(b"\0")
-        prefix = f"{VARIABLE}=".encode()
-    else:
-        command = ["ps", "-o", "command=", "-p", str(pid)]
-        done = subprocess.run(command, capture_output=True, check=False)
-        words, prefix = done.stdout.split(), b"--mark="
-    for word in words:
-        if word.startswith(prefix):
-            mark = Mark.parse(word[len(prefix) :].decode(errors="replace"))
-            if mark is not None:
-                yield mark
 
 
 def _environment(pid: int) -> bytes:
@@ -157,12 +95,11 @@ def _is_starting(pid: int) -> bool:
 
 
 def _pids() -> list[int]:
-    if os.path.isdir("/proc/self"):
-        names = [name for name in os.listdir("/proc") if name.isdecimal()]
-    else:
-        listed = subprocess.run(["ps", "-axo", "pid="], capture_output=True, text=True, check=False)
-        names = listed.stdout.split()
-    return [int(name) for name in names if int(name) != os.getpid()]
+    """None without /proc: there only the pipe from the launcher ends its ranks."""
+    with contextlib.suppress(FileNotFoundError):
+        own = str(os.getpid())
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != own]
+    return []
 
 
 _LOCK = "follower.lock"

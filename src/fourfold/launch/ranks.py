@@ -44,18 +44,16 @@ class Ranks:
         self.scene = JobScene(folder=folder, ranks=job.processes(tasks[0]))
         self._kills_before = kernel_kills()
         self._unread, self._looked_at = b"", 0.0
-        mark = str(new_mark(folder))
         # -P: a torch.py in the folder a command is called from is not torch.
         command = [sys.executable, "-P", "-m", "fourfold.engine.worker", str(folder / JOB_FILE)]
         command += ["--tasks", ",".join(map(str, tasks)), "--launcher", str(os.getpid())]
-        command += [f"--mark={mark}"]
         with open(log_file(folder, WORKER), "ab") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=worker_env(job, tasks[0]) | {VARIABLE: mark},
+                env=worker_env(job, tasks[0]) | {VARIABLE: new_mark(folder)},
                 start_new_session=True,
             )
         self.scene.pids[WORKER] = self.process.pid

@@ -1,12 +1,10 @@
 """This machine in the words of a stored run's key (device and torch version, so that a store can be
-shared), how its GPU does, without importing torch, and its processes: by pid and start time within
-one boot of the kernel, so that a number that was given to another process since is not mistaken for
-the first.
+shared), how its GPU does, without importing torch, and its processes: by pid and start time, so
+that a number that was given to another process since is not mistaken for the first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
@@ -179,13 +177,6 @@ def process_born(pid: int) -> str | None:
         fields = _stat(pid)
         return None if not fields or fields[0] in ("Z", "X") else fields[19]
     return "-".join(_ps(pid, "lstart=").replace(":", "-").split()) or None
-
-
-def boot_id() -> str:
-    """The kernel's name for the time since it started; '' where it has none."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def _stat(pid: int) -> list[str]:
