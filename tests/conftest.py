@@ -49,7 +49,7 @@ NOT_QUICK = (
 )  # fmt: skip
 # What depends on the interpreter: files, pickles, processes, signals, text forms of types.
 PORTABLE = (
-    "engine/test_checkpoint*.py", "engine/test_launch*.py", "engine/test_old_*.py",
+    "engine/test_checkpoint*.py", "engine/test_launch*.py",
     "engine/test_run_job.py", "engine/test_tensor_file.py", "launch/*", "result/*",
     "spec/test_round_trip.py", "spec/test_words.py", "spec/test_expression.py", "test_files.py",
     "test_units.py",

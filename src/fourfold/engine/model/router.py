@@ -189,9 +189,7 @@ class Router(nn.Module):
             sent = self._within_capacity(chosen.unflatten(0, (x_BSD.shape[0], -1)))
             counts[-1] = (sent == self.experts).sum()
         if torch.is_grad_enabled():
-            taken = NotedScores.apply(
-                taken, self._loss(x_BSD, logits, scores, chosen), counts, self
-            )
+            taken = NotedScores.apply(taken, self.loss(x_BSD, logits, scores, chosen), counts, self)
         return sent, taken
 
     @torch.no_grad()
@@ -221,7 +219,7 @@ class Router(nn.Module):
             rank = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
         return self.best(rank, self.top_k)
 
-    def _loss(self, x_BSD: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def loss(self, x_BSD: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """This rank's part of the losses over the global batch."""
         moe, size, total = self.moe, x_BSD.shape[0], scores.new_zeros(())
         if moe.z_weight:

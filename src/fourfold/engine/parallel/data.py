@@ -204,10 +204,10 @@ class Alone:
         """Take gradients that no backward pass of autograd put there (a split one's weights)."""
         for weight in self.weights:
             if weight.used.grad is not None:
-                self._collect(weight)
+                self.collect_one(weight)
 
     @torch.no_grad()
-    def _collect(self, weight: _Weight) -> None:
+    def collect_one(self, weight: _Weight) -> None:
         """Take the gradient of one more micro batch away from autograd."""
         fresh = weight.used.grad
         if fresh is None or (fresh.dtype == self.adding and not weight.is_copied):
@@ -233,7 +233,7 @@ def _collector(alone: weakref.ref[Alone], index: int) -> Callable[[Tensor], None
     def collect(_: Tensor) -> None:
         owner = alone()
         if owner is not None:
-            owner._collect(owner.weights[index])
+            owner.collect_one(owner.weights[index])
 
     return collect
 

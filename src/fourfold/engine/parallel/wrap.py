@@ -174,12 +174,12 @@ class Bag:
             return
         self._begun = True
         self.offloader.wait_leaving(0)
-        self._fetch()
+        self.fetch()
         if self.before is not None:
-            self.before._fetch()
+            self.before.fetch()
             self.before = None
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
         """All that is left of the bag. Who takes one waits for all: one that nobody takes must not
         be given up while it is still being filled."""
         alive = [packed for reference in self.packed if (packed := reference()) is not None]

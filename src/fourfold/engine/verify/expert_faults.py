@@ -131,7 +131,7 @@ class _BalanceMicro(_Losses):
     """A router balances what it sees: its rank's micro batch, or part of a sequence."""
 
     def change(self, router: Router) -> None:
-        whole = router._loss
+        whole = router.loss
         router.sum_over_sequence, router.sequence_parts = lambda counts: counts, 1
 
         def of_part(x_BSD: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _BalanceMicro(_Losses):
             router.load = before
             return loss
 
-        router._loss = of_part
+        router.loss = of_part
 
 
 class _ByRank(Balance):
