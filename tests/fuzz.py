@@ -82,9 +82,12 @@ def _places(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def revalue(data: Any, dice: Random) -> None:
-    """Another value somewhere in plain data, or an entry less."""
+    """Another value somewhere in plain data, of another kind or off by some; or an entry less."""
     holder, key = dice.choice(list(_places(data)))
-    if dice.random() < 0.15:
+    kind, value = dice.random(), holder[key]
+    if kind < 0.15:
         del holder[key]
+    elif kind < 0.35 and isinstance(value, int):
+        holder[key] = value + dice.choice((-1, 1, 7, -value, 10**6))
     else:
         holder[key] = dice.choice(ODD)

@@ -31,16 +31,13 @@ from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import Job, JobReport, answer_file
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs import train as command
+from tests.fuzz import damaged, revalue
 from tests.result.test_checkpoints import seen
 from tests.specs import run_spec
 
 SPEC = run_spec("llama-tiny", seq_len=16, global_batch=4, precision="fp32", device="cpu")
 SHAPES = {"model.a": (7, 5), "model.b": (6,), "exp_avg.a": (7, 5), "exp_avg_sq.a": (7, 5)}
 STEPS = (2, 4)
-ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 3, 2**70, 1e308, "", "x", "..", "/dev/zero", "../../etc/passwd", [], {},
-    [[]], {"a": 1}, "\x1b[2J", [0, 0], [2**40, 2**40],
-)  # fmt: skip
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -193,57 +190,11 @@ def training(original, tmp_path, ranks, watch, capsys) -> Training:
     return made
 
 
-def bytes_changed(path: Path, chance: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    kind = chance.choice(("bit", "bit", "byte", "cut", "grow", "double", "swap", "zero"))
-    place = chance.randrange(len(content) or 1)
-    if kind == "bit" and content:
-        content[place] ^= 1 << chance.randrange(8)
-    elif kind == "byte" and content:
-        content[place] = chance.randrange(256)
-    elif kind == "cut":
-        del content[place:]
-    elif kind == "grow":
-        content += chance.randbytes(chance.randrange(1, 40))
-    elif kind == "double":
-        content[place:place] = content[max(0, place - 30) : place]
-    elif kind == "swap":
-        other = chance.randrange(len(content) or 1)
-        content[place : place + 8], content[other : other + 8] = (
-            content[other : other + 8], content[place : place + 8],
-        )  # fmt: skip
-    else:
-        content[place : place + 16] = bytes(16)
-    path.write_bytes(content)
-
-
-def leaf_changed(plain: Any, chance: random.Random) -> None:
-    """One value somewhere in it, or a whole branch, becomes something odd."""
-    at, parent, key = plain, None, None
-    while isinstance(at, dict | list) and at and (parent is None or chance.random() < 0.85):
-        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-        parent, key = at, chance.choice(keys)
-        at = at[key]
-    kind = chance.random()
-    if parent is None:
-        return
-    if kind < 0.15:
-        del parent[key]
-    elif kind < 0.3 and isinstance(at, int):
-        parent[key] = at + chance.choice((-1, 1, 7, -at, 10**6))
-    elif kind < 0.4 and isinstance(parent, list):
-        parent.append(at)
-    elif kind < 0.5 and isinstance(parent, dict):
-        parent[str(chance.choice(ODD))] = at
-    else:
-        parent[key] = chance.choice(ODD)
-
-
 def resealed(path: Path, chance: random.Random) -> None:
     plain = json.loads(path.read_text())
     del plain["crc32"]
     for _ in range(chance.choice((1, 1, 2))):
-        leaf_changed(plain, chance)
+        revalue(plain, chance)
     path.write_bytes(seal(json.dumps(plain)))
 
 
@@ -277,7 +228,8 @@ KINDS = {
 def plain_round(training: Training, kind: str, seed: int) -> str:
     """One change without checksums mended: refused, or everything that is loaded is right."""
     root = training.anew()
-    bytes_changed(root / KINDS[kind], random.Random(f"{kind} {seed}"))
+    path = root / KINDS[kind]
+    path.write_bytes(damaged(path.read_bytes(), random.Random(f"{kind} {seed}")))
     good = set((training.original / "metrics.jsonl").read_bytes().split(b"\n"))
     good &= set((root / "metrics.jsonl").read_bytes().split(b"\n"))
     outcome = training.outcome()

@@ -31,6 +31,7 @@ from fourfold.result.files.stored import (
     NotWholeError,
     UnreadableError,
     combine,
+    digits,
     is_sealed,
     seal,
     unseal,
@@ -51,14 +52,16 @@ def laid_out(tensors: dict[str, tuple[str, tuple[int, ...], list[tuple]]]) -> tu
             start = len(content[file])
             content[file] += values
             blocks = range(0, len(values), BLOCK_BYTES)
-            sums = tuple(zlib.crc32(values[first : first + BLOCK_BYTES]) for first in blocks)
+            sums = tuple(digits(zlib.crc32(values[b : b + BLOCK_BYTES])) for b in blocks)
             chunks.append(Chunk(offsets, sizes, file, start, len(values), sums))
         stored[name] = StoredTensor(dtype, shape, tuple(chunks))
     entries = {
-        name: FileEntry(len(held), zlib.crc32(held), len(HEADER), zlib.crc32(HEADER))
+        name: FileEntry(
+            len(held), digits(zlib.crc32(held)), len(HEADER), digits(zlib.crc32(HEADER))
+        )
         for name, held in content.items()
     }
-    return Index(entries, stored), {name: len(held) for name, held in content.items()}
+    return Index(BLOCK_BYTES, entries, stored), {name: len(held) for name, held in content.items()}
 
 
 def example() -> tuple[Index, dict[str, int]]:
@@ -115,7 +118,7 @@ def test_rectangles_fill_a_tensor_or_are_refused(made: Any, data: st.DataObject)
         chunks[number] = replace(one, sizes=(one.sizes[0] + 1, *one.sizes[1:]))
     else:
         shape = (shape[0] + 1, *shape[1:])
-    wrong = Index(index.files, {"x": StoredTensor("F16", shape, tuple(chunks))})
+    wrong = Index(BLOCK_BYTES, index.files, {"x": StoredTensor("F16", shape, tuple(chunks))})
     with pytest.raises(UnreadableError):
         loads(dumps(wrong), sizes)
 

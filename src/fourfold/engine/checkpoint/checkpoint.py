@@ -156,7 +156,7 @@ def save(
         if rank == 0:
             made = tensor_file.index_of([part for part in parts if part is not None])
             files.write_bytes(folder / INDEX_FILE, dumps(made), own=True)
-            sums = {name: f"{entry.crc32:08x}" for name, entry in made.files.items()}
+            sums = {name: entry.crc32 for name, entry in made.files.items()}
             checkpoints.publish(root, state, keep=keep, sums=sums)
 
     try:

@@ -58,16 +58,16 @@ def write_file(path: Path, items: Sequence[StateShard], tick: Callable[[], None]
     """Values of wider formats first, so that all are aligned; no room is left between chunks."""
     ordered = sorted(items, key=lambda item: -item.tensor.element_size())
     header = _header(ordered)
-    at, total = len(header), zlib.crc32(header)
-    entry_crc, chunks = total, []
+    at, total, chunks = len(header), zlib.crc32(header), []
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as stream:
         stream.write(header)
         for item in ordered:
             sums = []
             for block in _blocks(item.tensor):
-                sums.append(zlib.crc32(block))
-                total = stored.combine(total, sums[-1], len(block))
+                crc32 = zlib.crc32(block)
+                sums.append(stored.digits(crc32))
+                total = stored.combine(total, crc32, len(block))
                 stream.write(block)
                 tick()
             size = item.tensor.nbytes
@@ -76,7 +76,8 @@ def write_file(path: Path, items: Sequence[StateShard], tick: Callable[[], None]
             at += size
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(path.name, FileEntry(at, total, len(header), entry_crc), tuple(chunks))
+    sums = (stored.digits(total), stored.digits(zlib.crc32(header)))
+    return Written(path.name, FileEntry(at, sums[0], len(header), sums[1]), tuple(chunks))
 
 
 def _header(items: Sequence[StateShard]) -> bytes:
@@ -128,7 +129,7 @@ def index_of(parts: Sequence[Written]) -> Index:
         name: StoredTensor(dtype, shape, tuple(sorted(chunks, key=lambda chunk: chunk.offsets)))
         for name, (dtype, shape, chunks) in sorted(tensors.items())
     }
-    return Index({part.file: part.entry for part in parts}, stored)
+    return Index(BLOCK_BYTES, {part.file: part.entry for part in parts}, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def read_all(
             entry = index.files.get(name)
             if entry is not None:
                 header = _exactly(stream, 0, entry.header_size, name)
-                if zlib.crc32(header) != entry.header_crc32:
+                if stored.digits(zlib.crc32(header)) != entry.header_crc32:
                     raise stored.changed(name)
             for read in sorted(by_file[name], key=lambda read: read.chunk.start):
                 _read_one(stream, read, index.block_bytes)
@@ -235,7 +236,7 @@ class _Blocks:
             start = number * self._block_bytes
             size = min(self._block_bytes, self._chunk.size - start)
             content = _exactly(self._stream, self._chunk.start + start, size, self._chunk.file)
-            if zlib.crc32(content) != self._chunk.sums[number]:
+            if stored.digits(zlib.crc32(content)) != self._chunk.crc32[number]:
                 raise stored.changed(self._chunk.file)
             self._number, self._content = number, content
         return self._content

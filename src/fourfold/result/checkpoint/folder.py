@@ -177,11 +177,11 @@ def read_index(checkpoint: Checkpoint) -> Index:
         if INDEX_FILE not in sizes:
             raise NotWholeError(f"it has no {INDEX_FILE}")
         content = stored.read_bytes(checkpoint.folder / INDEX_FILE, index.MAX_INDEX_BYTES)
-        if sums[INDEX_FILE] != f"{zlib.crc32(content):08x}":
+        if sums[INDEX_FILE] != stored.digits(zlib.crc32(content)):
             raise stored.changed(INDEX_FILE)
         made = index.loads(content, sizes)
         for file, entry in made.files.items():
-            if sums.get(file) != f"{entry.crc32:08x}":
+            if sums.get(file) != entry.crc32:
                 raise index.refused(f"the checksum of {file} is another in {STATE_FILE}")
         return made
     except UserError as error:
@@ -194,7 +194,7 @@ def file_sum(path: Path) -> str:
     with stored.opened(path) as (stream, size):
         while size > 0 and (part := stream.read(min(size, _READ_BYTES))):
             value, size = zlib.crc32(part, value), size - len(part)
-    return f"{value:08x}"
+    return stored.digits(value)
 
 
 def move_apart(folder: Path, reason: str) -> Path:

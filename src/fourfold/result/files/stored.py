@@ -157,12 +157,17 @@ _SEAL_BYTES = len(b',\n"crc32": "01234567"}\n')
 _POLYNOMIAL = 0xEDB88320
 
 
+def digits(crc32: int) -> str:
+    """As it stands in files."""
+    return f"{crc32:08x}"
+
+
 def seal(text: str) -> bytes:
     """A JSON object's text with its checksum as the last field."""
     body = text.rstrip()
     assert body.endswith("}"), "only an object can be sealed"
     content = body[:-1].rstrip().encode()
-    return content + f',\n"crc32": "{zlib.crc32(content):08x}"}}\n'.encode()
+    return content + f',\n"crc32": "{digits(zlib.crc32(content))}"}}\n'.encode()
 
 
 def is_sealed(content: bytes) -> bool:
@@ -174,7 +179,7 @@ def unseal(content: bytes, name: str) -> str:
     """The JSON text without its checksum, once that is seen to be right."""
     seal = _SEAL.search(content[-2 * _SEAL_BYTES :])
     body = content[: len(content) - _SEAL_BYTES]
-    if seal is None or f"{zlib.crc32(body):08x}".encode() != seal[1]:
+    if seal is None or digits(zlib.crc32(body)).encode() != seal[1]:
         raise changed(name)
     try:
         return body.decode() + "}"
