@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -201,6 +202,68 @@ def test_a_lost_rank_is_an_outcome_and_the_next_start_goes_on(tmp_path, number, 
     step = newest(out).step
     said = train(out, *words(f"--gpus 1 --save-every 0 --steps {step + 1}"))
     assert f"continuing after step {step}" in said
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """As soon as they are forked."""
+    until = time.monotonic() + 240
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        for worker in children(process.pid):
+            found = children(worker)
+            if len(found) >= 2:
+                return found[:2]
+        time.sleep(0.001)
+    raise AssertionError("no ranks came up")
+
+
+def stop_in(process: subprocess.Popen[str], out: Path, phase: str, pids: list[int]) -> None:
+    """Stop rank 1 in a phase, whatever number of attempts it takes."""
+    if phase == "start":
+        os.kill(pids[1], signal.SIGSTOP)
+        return
+    if phase == "join":  # rank 0 keeps it waiting there
+        os.kill(pids[0], signal.SIGSTOP)
+    until = time.monotonic() + 240
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        found = read_beat(beat_file(out / "job", 1))
+        if found is None or found.phase != phase:
+            time.sleep(0.0005)
+            continue
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.05)
+        found = read_beat(beat_file(out / "job", 1))
+        if found is not None and found.phase == phase:
+            break
+        os.kill(pids[1], signal.SIGCONT)
+    else:
+        raise AssertionError(f"never seen in {phase}")
+    if phase == "join":
+        os.kill(pids[0], signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["start", "join", "forward", "backward", "optimizer", "save"])
+def test_a_rank_stopped_in_any_phase_is_named(tmp_path: Path, phase: str) -> None:
+    """Within half a minute, by default."""
+    out = tmp_path / "out"
+    more = "--gpus 2 --seq-len 64 --steps 100000 --save-every 1 --keep 1 --no-async --format json"
+    process = start(out, *RUN, *words(more))
+    pids = ranks_of(process)
+    stop_in(process, out, phase, pids)
+    began = time.monotonic()
+    said = finish(process, 1)
+    print(f"{phase}: named and ended after {time.monotonic() - began:.1f} s")
+    plain = json.loads(process.printed)
+    assert (plain["outcome"], plain["failure"]["rank"]) == ("hung", 1), said
+    assert plain["failure"]["phase"] == phase
+    message = plain["failure"]["message"]
+    assert message.startswith(f"rank 1 (pid {pids[1]} on {socket.gethostname()}, stage 0, {phase})")
+    # 15 s, and more on a busy machine.
+    assert re.search(r"has been suspended by SIGSTOP for \d\d s", message)
+    assert f"hung: rank 1, stage 0, {phase}: {message}" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_settings_reach_the_optimizer() -> None:
