@@ -17,6 +17,7 @@ from fourfold.launch.local import JobError
 from fourfold.launch.permit import Permit
 from fourfold.launch.queue import Make, Queue, Work
 from fourfold.launch.slurm import Slurm, script_of, submitted
+from fourfold.launch.slurm_ranks import started
 from fourfold.output import submitted as shown
 from fourfold.output import text_of
 from fourfold.result.job import Job
@@ -106,7 +107,7 @@ def test_a_stopped_command_cancels_what_it_submitted_and_loses_no_result(tmp_pat
 def test_a_job_that_was_only_followed_goes_on(tmp_path: Path, slurm: StandIn) -> None:
     (place,) = queue_in(tmp_path).detach([spec()])
     job = work(spec(), place).job
-    Slurm(Site()).start(job, [0], place).stop()
+    started(Slurm(Site()), job, [0], place).stop()
     assert slurm.states() == {"101": "PENDING"}
     assert Slurm(Site()).knows(job, place)
 
@@ -114,7 +115,7 @@ def test_a_job_that_was_only_followed_goes_on(tmp_path: Path, slurm: StandIn) ->
 def test_how_a_job_ended_that_the_user_stopped_is_no_result(tmp_path: Path, slurm: StandIn) -> None:
     queue = queue_in(tmp_path)
     place, job = queue.take(spec()).place, Job(job="run", specs=(spec(),))
-    queue.slurm.start(job, [0], place).stop()
+    started(queue.slurm, job, [0], place).stop()
     (place / EXIT_FILE).write_text("0 143\n")  # srun's, when it was cancelled
     assert slurm.states() == {"101": "CANCELLED"}
     assert not queue.slurm.knows(job, place)

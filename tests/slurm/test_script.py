@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, script
 from fourfold.launch.outcomes import JobScene, first_failure
-from fourfold.launch.slurm import Slurm, Submitted, submitted
+from fourfold.launch.slurm import Slurm, State, Submitted, submitted
 from fourfold.launch.slurm_command import node_script
-from fourfold.launch.slurm_ranks import SlurmRanks, State
+from fourfold.launch.slurm_ranks import SlurmRanks
 from fourfold.logs.book import step_words
 from fourfold.result.job import PORT_VARIABLE, Job
 from fourfold.spec import codec

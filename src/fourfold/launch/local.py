@@ -23,7 +23,7 @@ from fourfold.launch.outcomes import first_failure, silent, stopped
 from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for
 from fourfold.launch.slurm import Slurm
-from fourfold.launch.slurm_ranks import SlurmRanks
+from fourfold.launch.slurm_ranks import SlurmRanks, started
 from fourfold.result.files.stored import seal
 from fourfold.result.job import (
     DUMP_FILE,
@@ -90,7 +90,7 @@ def _run_all(job: Job, folder: Path, progress: Progress | None, on: Slurm | None
         with stop_signals(folder / STOP_FILE if job.patient else None):
             while todo:
                 batch = _batch(job, todo)
-                ranks = on.start(job, batch, folder) if on else Ranks(job, batch, folder)
+                ranks = started(on, job, batch, folder) if on else Ranks(job, batch, folder)
                 ends |= _run_batch(job, batch, ranks, progress)
                 places |= dict.fromkeys(batch, ranks.environment)
                 todo = [task for task in todo if task not in ends]

@@ -12,15 +12,19 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE, BatchJob, script
-from fourfold.launch.slurm_ranks import GONE_S, LIVING, WAITING, SlurmRanks, State
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
 from fourfold.spec.site import Site
 
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+LIVING = (*WAITING, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",
+          "RESIZING")  # fmt: skip
+GONE_S = 90.0  # a cancelled job has KillWait (30 s unless the site says otherwise) to end
 SCRIPT_FILE = "slurm.sh"
 SUBMITTED_FILE = "slurm.json"
 MEMBER_FILE = "slurm-batch.json"
@@ -30,6 +34,11 @@ _STATE = re.compile(r"\bJobState=([A-Z_]+)")
 _REASON = re.compile(r"\bReason=(\S+)")
 _NODES = re.compile(r"\bNodeList=(\S+)")
 _DOWN = re.compile(r"^NodeName=(\S+)(?:(?! State=).)* State=(?:DOWN|FAIL|ERROR)\b", re.MULTILINE)
+
+
+class State(NamedTuple):
+    name: str
+    detail: str  # why it waits, or where it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,33 +65,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Starts jobs by a site's rules. `mine`: those that were submitted here, by number; others are
+    """Submits jobs by a site's rules. `mine`: those that were submitted here, by number; others are
     followed only."""
 
     site: Site
     mine: set[str] = field(default_factory=set, compare=False, repr=False)
-
-    def start(self, job: Job, tasks: list[int], folder: Path) -> SlurmRanks:
-        """Submit it, unless it is (by `submit`, or by an earlier command)."""
-        known = submitted(folder)
-        if known is None or (known.tasks and known.tasks != tuple(tasks)):
-            (known,) = self.submit(BatchJob(job, tuple(tasks), (folder,), folder))
-        count, each = job.processes(tasks[0]), 1
-        if job.job == "engine":
-            count, each = self.site.nodes(count), self.site.per_node(count)
-        ranks = SlurmRanks(
-            self,
-            known.id,
-            job,
-            folder,
-            ranks=count,
-            step=known.step,
-            each=each,
-            mine=known.id in self.mine,
-        )
-        if known.log:
-            ranks.scene.worker_log = Path(known.log)
-        return ranks
 
     def knows(self, job: Job, folder: Path) -> bool:
         """Whether this very job is queued, runs or has run to its end."""
@@ -148,8 +135,8 @@ class Slurm:
         if job_ids:
             ask(["scancel", *job_ids])
 
-    def wait_until_gone(self, job_ids: Iterable[str], at_most_s: float = GONE_S) -> None:
-        left, until = list(job_ids), time.monotonic() + at_most_s
+    def wait_until_gone(self, job_ids: Iterable[str]) -> None:
+        left, until = list(job_ids), time.monotonic() + GONE_S
         while left and time.monotonic() < until:
             left = [one for one in left if self.is_living(one)]
             time.sleep(0.1 if left else 0.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from fourfold.launch.batch_script import HUNG_FILE
 from fourfold.launch.command import Ended, Watch, watched
 from fourfold.launch.slurm import Slurm
-from fourfold.launch.slurm_ranks import SlurmRanks
+from fourfold.launch.slurm_ranks import SlurmRanks, started
 from fourfold.result.job import LOG_FILES, PORT_VARIABLE, Job
 from fourfold.spec import catalog
 
@@ -28,7 +28,7 @@ _KILLED = (128 + 9, 128 + 15)
 def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
     """Of a job that is submitted; returns when nothing of it runs."""
     began = time.monotonic()
-    ranks = slurm.start(job, [0], folder)
+    ranks = started(slurm, job, [0], folder)
     try:
         code, limit, steps, start_s = watched(
             partial(_exit_code, ranks), folder, watch, lambda: ranks.queued

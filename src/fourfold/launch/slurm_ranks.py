@@ -8,17 +8,14 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE
+from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE, BatchJob
 from fourfold.launch.outcomes import STALE_S, JobScene, tail
+from fourfold.launch.slurm import GONE_S, LIVING, WAITING, Slurm, State, submitted
 from fourfold.result.job import Job, beat_file, read_beat
 from fourfold.result.report import Outcome
-from fourfold.spec.site import Site
 
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-LIVING = (*WAITING, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",
-          "RESIZING")  # fmt: skip
 # What the scheduler did to a job; anything else is left to what the ranks say.
 _BY_SCHEDULER: dict[str, tuple[Outcome, str]] = {
     "CANCELLED": ("cancelled", "was cancelled"),
@@ -37,25 +34,8 @@ _UNREACHED = re.compile(
     re.MULTILINE,
 )
 _LOOK_S = 0.1
-GONE_S = 90.0  # a cancelled job has KillWait (30 s unless the site says otherwise) to end
 _LAST_WORDS_S = 15.0  # files of other hosts are seen late
 _LOST_S = 400.0  # Slurm gives a node up after SlurmdTimeout, 300 s unless the site says otherwise
-
-
-class State(NamedTuple):
-    name: str
-    detail: str  # why it waits, or where it runs
-
-
-class Scheduler(Protocol):
-    @property
-    def site(self) -> Site: ...
-
-    def state(self, job_id: str) -> State: ...
-
-    def down(self, nodes: str) -> list[str]: ...
-
-    def cancel(self, *job_ids: str) -> None: ...
 
 
 class SlurmRanks:
@@ -65,7 +45,7 @@ class SlurmRanks:
 
     def __init__(
         self,
-        slurm: Scheduler,
+        slurm: Slurm,
         job_id: str,
         job: Job,
         folder: Path,
@@ -262,3 +242,20 @@ class SlurmRanks:
         if self._ended or (self.is_step and (self._script_ended() or not self._step)):
             return True
         return self.slurm.state(self.job_id).name not in ("", *LIVING)
+
+
+def started(slurm: Slurm, job: Job, tasks: list[int], folder: Path) -> SlurmRanks:
+    """Submit it, unless it is (by `Slurm.submit`, or by an earlier command)."""
+    known = submitted(folder)
+    if known is None or (known.tasks and known.tasks != tuple(tasks)):
+        (known,) = slurm.submit(BatchJob(job, tuple(tasks), (folder,), folder))
+    count, each = job.processes(tasks[0]), 1
+    if job.job == "engine":
+        count, each = slurm.site.nodes(count), slurm.site.per_node(count)
+    mine = known.id in slurm.mine
+    ranks = SlurmRanks(
+        slurm, known.id, job, folder, ranks=count, step=known.step, each=each, mine=mine
+    )
+    if known.log:
+        ranks.scene.worker_log = Path(known.log)
+    return ranks

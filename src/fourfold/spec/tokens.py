@@ -261,14 +261,14 @@ def write_tokens(name: str, *, vocab: int, end: int, tokenizer: str) -> Iterator
     files.write_text(side, codec.to_json(info))
 
 
-def chunks(path: str | Path, *, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
+def chunks(path: str | Path) -> Iterator[bytes]:
     """A file's bytes, a few MiB at a time; '-' is stdin."""
     import sys
 
     try:
         with contextlib.ExitStack() as stack:
             plain = sys.stdin.buffer if str(path) == "-" else stack.enter_context(open(path, "rb"))
-            while content := plain.read(size):
+            while content := plain.read(_CHUNK_BYTES):
                 yield content
     except OSError as error:
         rule = f"cannot be read ({error.strerror or error})"

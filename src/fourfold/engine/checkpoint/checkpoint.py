@@ -53,7 +53,7 @@ def state_of(trainer: Trainer, step: int, settings: TrainSettings | None = None)
     )
 
 
-def state_shards(trainer: Trainer, *, moments: bool = True) -> Iterator[StateShard]:
+def state_shards(trainer: Trainer) -> Iterator[StateShard]:
     """Views of the trainer's own memory, in the order of its pieces."""
     for shard in trainer.shards:
         corner = (shard.rect.rows[0], shard.rect.columns[0])
@@ -61,8 +61,6 @@ def state_shards(trainer: Trainer, *, moments: bool = True) -> Iterator[StateSha
             f"{WEIGHTS}.{shard.name}", shard.shape, corner[: len(shard.shape)], shard.values
         )
         yield weights
-        if not moments:
-            continue
         for name, moment in trainer.optimizer.moments(shard.param).items():
             part = moment[shard.rows[0] : shard.rows[1]]
             yield replace(weights, name=f"{name}.{shard.name}", tensor=part)
