@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import fsum
 
 import numpy as np
@@ -11,12 +12,13 @@ from fourfold.commands.plan import operations_table
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.calibration import shipped
-from fourfold.cost.one_rank import MeasuredStage, joined, predicted
+from fourfold.cost.one_rank import joined, predicted
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.weights import weights
 from fourfold.cost.predict import operations, predictions, whole_units
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import once_ops
+from fourfold.result.one_rank import OneRankResult, PhaseTime
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
@@ -148,18 +150,32 @@ ALONE = [
 ]
 
 
+NOTHING = {
+    "rank": 0, "world": 64, "stage": 0, "micro_batches": 1, "ran": 1, "step_s": (),
+    "compute_s": 0.0, "phases": (), "kernels": (), "update_s": 0.0, "update_elements": 0,
+    "comm": (), "flops": 0, "peak_bytes": 0, "reserved_bytes": 0, "retries": 0, "peaks_from": "",
+    "device": "", "torch": "",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fields", ALONE, ids=lambda fields: fields["layout"])
 def test_a_rank_that_computes_as_predicted_has_the_predicted_step(fields):
     """Its compute, with the traffic that its peers would send, experts' exchange among it."""
     spec = run(**fields)
     c, entry = columns(spec, "fourfold")
-    stage = MeasuredStage(stage=0, layers=spec.model.layers, first=True, last=True)
-    alone = predicted(c, entry.coefficients, stage)
-    once = alone.parts["optimizer"] + alone.parts["fixed"]
-    micro = (alone.compute_s - once) / float((c.share / c.micro)[0])
-    times = {"compute_s": alone.compute_s, "layer_s": alone.layer_s, "micro_s": micro}
-    whole = joined(c, entry.coefficients, stage, **times)
-    assert whole.step_s == pytest.approx(float(predictions(c, entry).step_s[0]), rel=0.025)
+    alone = OneRankResult(layers=spec.model.layers, **NOTHING)
+    said = predicted(c, entry.coefficients, alone)
+    once = said.compute_parts_s["optimizer"] + said.compute_parts_s["fixed"]
+    layers_s = alone.layers * said.layer_s
+    rest_s = (said.compute_s - once) / float((c.share / c.micro)[0]) - layers_s
+    phases = {"layers": layers_s, "head": rest_s}
+    found = replace(
+        alone,
+        compute_s=said.compute_s,
+        phases=tuple(PhaseTime(name=name, seconds=s) for name, s in phases.items()),
+    )
+    whole = sum(joined(c, entry.coefficients, found).values())
+    assert whole == pytest.approx(float(predictions(c, entry).step_s[0]), rel=0.015)
 
 
 def test_rounded_parts_add_up():

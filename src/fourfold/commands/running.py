@@ -97,7 +97,7 @@ def _is_one_rank(args: Any) -> bool:
 def _one_rank(args: Any, show: OnEvent) -> Output:
     if args.picture:
         must_be_picture(args.picture)
-    if args.against and args.as_rank is None:
+    if args.against and args.as_rank is None and args.gpus is None:
         args.world = args.world or 1
     mode = "--against" if args.as_rank is None else "--as-rank"
     unused = (*options.of(BenchRequest), *options.of(RunSpec, "tag", "note"))

@@ -1,137 +1,136 @@
-"""One stage that is measured without peers: what the planner says of it, the step that its compute
-and the planner's traffic, bubble and waiting make, and how far it is from its kernels' floor."""
+"""One rank that ran without its peers: its step, by the sum that prices any step but with measured
+compute in place of the planner's; what the planner says of that compute; and how far the rank is
+from its kernels' floor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Coefficients, Columns
+from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory.held import layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
 from fourfold.cost.ops.ends import embedding, handover, head, update
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.ops.op import Op
-from fourfold.cost.step.estimate import fixed_s, last_rounds, once_ops, ops_s, waiting_s
-from fourfold.cost.step.pipeline import fill_share
-from fourfold.cost.step.rates import rates_of
-from fourfold.result.one_rank import OneRankResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStage:
-    """One stage of one run: its layers, and whether it holds the ends."""
-
-    stage: int
-    layers: int
-    first: bool
-    last: bool
+from fourfold.cost.ops.op import NONE, Op
+from fourfold.cost.step.estimate import Once, StepOps, estimate, layer_times, once_ops, ops_s
+from fourfold.cost.step.rates import Rates, rates_of
+from fourfold.result.one_rank import OneRankResult, layer_s, micro_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCompute:
-    """The planner's compute of the stage: of one layer and micro batch, and of a step by part."""
+    """The planner's compute of a stage: of one layer and micro batch, and of a step by part."""
 
     layer_s: float
-    parts: dict[str, float]
+    compute_s: float
+    compute_parts_s: dict[str, float]
     peak_bytes: float
 
-    @property
-    def compute_s(self) -> float:
-        return sum(self.parts.values())
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedStep:
-    """A step whose compute was measured; `parts` sum to `step_s`."""
-
-    parts: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.parts.values())
-
-
-def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageCompute:
-    """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
-    rates, slots = rates_of(c, coef), _slots(c)
-    _, updates = once_ops(c, stage.layers, stage.first + stage.last)
-    *layer, launches = decoder_layer(c, c.micro)
-    busy = ops_s(_within(layer), rates)
-    layer_s = _one(rates.together(busy, np.zeros(1), rates.seconds(launches))[1])
-    parts = {
-        "layers": slots * stage.layers * layer_s,
-        "head": slots * stage.last * _one(ops_s(_within(head(c, c.micro)), rates)),
-        "embedding": slots * stage.first * _one(ops_s(_within(embedding(c, c.micro)), rates)),
-        "optimizer": _one(ops_s(updates, rates)),
-        "fixed": _one(fixed_s(c, coef)),
-    }
-    return StageCompute(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
-
-
-def _within(ops: list[Op], *axes: str) -> list[Op]:
-    """Operations of these axes, of experts' groups too, or those that send nothing."""
-    return [op for op in ops if op.axis.partition(" ")[0] in (axes or ("",))]
-
-
-def joined(
-    c: Columns,
-    coef: Coefficients,
-    stage: MeasuredStage,
-    *,
-    compute_s: float,
-    layer_s: float,
-    micro_s: float,
-) -> JoinedStep:
-    """The step from measured seconds: of the whole step, of one layer and of one micro batch. Other
-    stages are taken to be as slow."""
-    rates, ops, slots = rates_of(c, coef), list(decoder_layer(c, c.micro)), _slots(c)
-    tp, cp, ep, move = (
-        ops_s(_within(ops, *axes), rates)
-        for axes in (("tp",), ("cp",), ("ep", "etp"), ("shard", "replicas"))
+def predicted(c: Columns, coef: Coefficients, found: OneRankResult) -> StageCompute:
+    """What the planner thinks the stage of the one run in `c` computes, without any traffic."""
+    alike, (is_first, is_last) = _alike(c, found), _ends(c, found)
+    ops = StepOps(
+        layer=lambda c, micro: _alone(decoder_layer(c, micro)),
+        head=lambda c, micro: head(c, micro) if is_last else [],
+        embedding=lambda c, micro: _alone(embedding(c, micro)) if is_first else [],
+        once=lambda _: ([], once_ops(alike, is_first + is_last)[1]),
     )
-    busy = layer_s + tp + cp + ep
-    fsdp = _one(rates.together(busy, move, np.full(1, 1e-9))[0] - busy)
-    ends = ops_s(_within(embedding(c, c.micro), "tp"), rates)
-    window = stage.layers * busy * last_rounds(c)
-    reductions, _ = once_ops(c, stage.layers, stage.first + stage.last)
-    reduced = sum(_one(rates.reduced(*both, window)) for both in reductions)
-    parts = {
-        "compute, measured": compute_s,
-        "tp": slots * (stage.layers * _one(tp) + stage.first * _one(ends)),
-        "cp": slots * stage.layers * _one(cp),
-        "ep": slots * stage.layers * _one(ep),
-        "dp": slots * stage.layers * fsdp + reduced,
-        "pp": slots * _one(ops_s(handover(c, c.micro), rates)),
+    single = np.ones_like(c.pp)
+    stage = replace(alike, layers=alike.layers / c.pp, pp=single)
+    parts = {name: _one(part) for name, part in estimate(stage, coef, ops).parts.items()}
+    computed = {name: s for name, s in parts.items() if s and name not in ("bubble", "jitter")}
+    return StageCompute(
+        layer_s=_one(layer_times(stage, coef, micro=c.micro, layer=ops.layer).total),
+        compute_s=sum(computed.values()),
+        compute_parts_s=computed,
+        peak_bytes=_peak_bytes(c, found),
+    )
+
+
+def joined(c: Columns, coef: Coefficients, found: OneRankResult) -> dict[str, float]:
+    """Seconds of a step by part, of which the compute was measured. Other stages are taken to be as
+    slow."""
+    slots = _one(c.share / c.micro)
+    rest_s = micro_s(found) - found.layers * layer_s(found)
+    is_first, is_last = _ends(c, found)
+
+    def layer(c: Columns, micro: Floats) -> list[Op]:
+        ends = _sent(embedding(c, micro)) if is_first else []
+        told = _taking(decoder_layer(c, micro), rates_of(c, coef), layer_s(found) * micro / c.micro)
+        return [*told, *(op._replace(share=op.share / found.layers) for op in ends)]
+
+    def between(c: Columns, micro: Floats) -> list[Op]:
+        ends = _taking(head(c, micro), rates_of(c, coef), rest_s * micro / c.micro)
+        return [*handover(c, micro), *ends]
+
+    def once(c: Columns) -> Once:
+        reductions, updates = once_ops(c, is_first + is_last)
+        once_s = found.compute_s - slots * micro_s(found)
+        return reductions, _taking(updates, rates_of(c, coef), np.array([once_s]))
+
+    nothing: list[Op] = []
+    ops = StepOps(layer, lambda *_: nothing, lambda *_: nothing, between, once)
+    times = estimate(_alike(c, found), {**coef, "fixed_s": 0.0}, ops)
+    parts = {name: _one(part) for name, part in times.parts.items()}
+    return {
+        "compute, measured": found.compute_s,
+        "tp": parts["tp_comm"],
+        "cp": parts["cp_comm"],
+        "ep": parts["ep_comm"],
+        "dp": parts["fsdp_comm"] + parts["dp_comm"],
+        "pp": slots * _one(ops_s(handover(c, c.micro), rates_of(c, coef))),
+        "bubble": parts["bubble"] if _one(c.pp) > 1 else 0.0,
+        "jitter": parts["jitter"],
     }
-    # Gradients are reduced once, after the last micro batch: no stage waits for that to fill.
-    slot_s = micro_s + (sum(parts.values()) - compute_s - reduced) / slots
-    parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
-    work, slot_count = np.array([sum(parts.values())]), np.array([slots])
-    waiting = waiting_s(c, coef, work=work, slots=slot_count)
-    return JoinedStep(parts=parts | {"jitter": sum(map(_one, waiting))})
+
+
+def _alone(ops: Iterable[Op]) -> list[Op]:
+    return [op for op in ops if not op.axis]
+
+
+def _sent(ops: Iterable[Op]) -> list[Op]:
+    """Messages; those that a backward pass repeats as messages too."""
+    return [op._replace(share=op.share * (1.0 + op.again), again=NONE) for op in ops if op.axis]
+
+
+def _taking(ops: Iterable[Op], rates: Rates, seconds: Floats) -> list[Op]:
+    """With all that is computed, and launched, taking so many seconds together."""
+    told = list(ops)
+    computed = [op for op in _alone(told) if op.kind != "host"]
+    ratio = seconds / ops_s(computed, rates)
+    return [*_sent(told), *(op._replace(share=op.share * ratio) for op in computed)]
 
 
 def _one(value: Any) -> float:
-    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+    return float(np.reshape(value, -1)[0])
 
 
-def _slots(c: Columns) -> float:
-    """Micro batches of the busiest rank; a smaller last one counts its share."""
-    return _one(c.share / c.micro)
+def _ends(c: Columns, found: OneRankResult) -> tuple[bool, bool]:
+    """Whether the stage holds the embedding, and the head."""
+    return found.stage == 0, found.stage == _one(c.pp) - 1
 
 
-def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
+def _alike(c: Columns, found: OneRankResult) -> Columns:
+    """A model all of whose stages have as many layers."""
+    none = np.zeros_like(c.pp)
+    return replace(c, layers=found.layers * c.pp, balanced=none, even_stages=none)
+
+
+def _peak_bytes(c: Columns, found: OneRankResult) -> float:
     """Tensors of this stage at its peak: without context, communicators and workspaces."""
     micros = c.micros
     first, middle, last = stages(c, micros)
-    usual = first if stage.first else last if stage.last else middle
-    between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less
-    flight = usual.flight if stage.first or stage.last else np.maximum(last.flight, between)
-    own = replace(usual, layers=usual.layers * 0.0 + stage.layers, flight=flight)
+    is_first, is_last = _ends(c, found)
+    usual = first if is_first else last if is_last else middle
+    between = usual.flight + 1.0 - found.stage  # of the stages between, each has one less
+    flight = usual.flight if is_first or is_last else np.maximum(last.flight, between)
+    own = replace(usual, layers=usual.layers * 0.0 + found.layers, flight=flight)
     return _one(stage_peak(c, layer_bytes(c), own, micros).total)
 
 
@@ -177,17 +176,9 @@ def parts(result: OneRankResult) -> list[Part]:
 def _seen(result: OneRankResult) -> dict[str, float]:
     """Seconds of a step by kind of kernel. Small operators of a CPU take longer while they are
     watched: then their shares are those of the micro batch that was not."""
-    n = result.micro_batches
-    seen = {part.name: n * part.seconds for part in result.parts if part.name != "fills"}
-    once_s = sum(result.phase(name).seconds for name in ("data", "reduce", "optimizer", "once"))
-    room_s = result.compute_s - once_s
-    watched_s = sum(seen.values())
-    scale = min(1.0, room_s / watched_s) if watched_s else 1.0
-    return {name: scale * seconds for name, seconds in seen.items()}
-
-
-def total(rows: list[Part]) -> Part:
-    return Part("step", sum(row.limit_s for row in rows), sum(row.engine_s for row in rows))
+    seen = {part.name: part.seconds for part in result.parts if part.name != "fills"}
+    scale = min(1.0, micro_s(result) / (sum(seen.values()) or 1.0))
+    return {name: result.micro_batches * scale * seconds for name, seconds in seen.items()}
 
 
 def least_bytes(c: Columns) -> tuple[float, float, float, float]:

@@ -249,6 +249,10 @@ def kernels_s(result: OneRankResult, *parts: str, when: str = "") -> float:
     )
 
 
+def kernels_micro_s(result: OneRankResult) -> float:
+    return kernels_s(result, "attention", "mlp", "head")
+
+
 def layer_s(result: OneRankResult) -> float:
     """Of one layer, forward and backward, in the engine."""
     both = result.phase("layers").seconds + result.phase("layers back").seconds

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fourfold.result.one_rank import (
     KernelTime,
     OneRankResult,
     gap_pct,
-    kernels_layer_s,
+    kernels_micro_s,
     kernels_s,
-    layer_s,
     micro_s,
 )
 from fourfold.show.bench import oom_page
@@ -20,10 +19,9 @@ from fourfold.spec.run import RunSpec
 from fourfold.units import counted, show_bytes
 
 if TYPE_CHECKING:
-    from fourfold.cost.one_rank import JoinedStep, StageCompute
-    from fourfold.cost.one_rank import Part as FloorPart
     from fourfold.verbs.one_rank import OneRank
 
+Plain = Mapping[str, Any]  # OneRank.plain()
 _GAP = ["kernels alone", "engine", "gap", "gap %"]
 _STEP_WORDS = {
     "data": "tokens of the step",
@@ -33,31 +31,37 @@ _STEP_WORDS = {
 }
 
 
-def _layouts(ranks: Sequence[OneRank]) -> Grid:
+def _layouts(ranks: Sequence[OneRank], plains: Sequence[Plain]) -> Grid:
     """A row per layout: kernels alone, in the engine, and as the planner predicts them."""
-    columns: dict[str, Callable[[OneRankResult, StageCompute, JoinedStep], str]] = {
-        "layers": lambda found, *_: str(found.layers),
-        "kernels ms/layer": lambda found, *_: f"{1e3 * kernels_layer_s(found):.2f}",
-        "engine ms/layer": lambda found, *_: f"{1e3 * layer_s(found):.2f}",
-        "gap": lambda found, *_: f"{gap_pct(layer_s(found), kernels_layer_s(found)):+.0f}%",
-        "planner ms/layer": lambda _, planned, __: f"{1e3 * planned.layer_s:.2f}",
-        "compute s": lambda found, *_: f"{found.compute_s:.3f}",
-        "planner compute s": lambda _, planned, __: f"{planned.compute_s:.3f}",
-        "peak": lambda found, *_: show_bytes(found.peak_bytes),
-        "planner peak": lambda _, planned, __: show_bytes(planned.peak_bytes),
-        "traffic+bubble s": lambda found, _, whole: f"{whole.step_s - found.compute_s:.3f}",
-        "step s": lambda _, __, whole: f"{whole.step_s:.3f}",
-    }
     rows = []
-    for one in ranks:
-        name, found, planner = name_of(one.spec), one.found, one.planner
-        if found is None:
-            rows.append([name, str(one.rank), one.report.outcome, *["-"] * len(columns)])
-            continue
-        parts = (found, planner.predicted(found), planner.joined(found))
-        cells = [cell(*parts) for cell in columns.values()]
-        rows.append([name, str(found.rank), *cells, f"{planner.step_s()[0]:.3f}"])
-    return Grid(["layout", "rank", *columns, "planner step s"], rows)
+    for one, plain in zip(ranks, plains, strict=True):
+        row: dict[str, Any] = {"name": name_of(one.spec), "measured": {}, "predicted": {}, **plain}
+        parts = dict(row.get("step_parts_s", {}))
+        row["layers"] = row["measured"].get("layers", row["outcome"])
+        row["compute_s"] = parts.pop("compute, measured", None)
+        row["rest_s"] = sum(parts.values()) if parts else None
+        rows.append(row)
+    return table(
+        rows,
+        *named("layout=name", "rank", "layers"),
+        ("kernels ms/layer", lambda row: or_dash(row.get("kernels_layer_s"), _ms)),
+        ("engine ms/layer", lambda row: or_dash(row.get("engine_layer_s"), _ms)),
+        ("gap", lambda row: or_dash(row.get("layer_gap_pct"), lambda gap: f"{gap:+.0f}%")),
+        ("planner ms/layer", lambda row: or_dash(row["predicted"].get("layer_s"), _ms)),
+        *named(
+            "compute s=compute_s:.3f",
+            "planner compute s=predicted.compute_s:.3f",
+            "peak=measured.peak_bytes:bytes",
+            "planner peak=predicted.peak_bytes:bytes",
+            "traffic+bubble s=rest_s:.3f",
+            "step s=step_s_with_modelled_traffic:.3f",
+            "planner step s=planner_step_s:.3f",
+        ),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
 
 
 def _phase_rows(found: OneRankResult) -> list[list[str]]:
@@ -75,7 +79,7 @@ def _phase_rows(found: OneRankResult) -> list[list[str]]:
         seconds = found.phase(phase).seconds + (weights if phase == "layers back" else 0.0)
         rows.append(_gap_row(words, kernels_s(found, *parts, when=when), seconds))
     rows.append(_gap_row("between passes", 0.0, found.phase("between").seconds))
-    kernels = kernels_s(found, "attention", "mlp", "head")
+    kernels = kernels_micro_s(found)
     rows.append(_gap_row("one micro batch", kernels, micro_s(found)))
     for name, words in _STEP_WORDS.items():
         alone = found.update_s if name == "optimizer" else 0.0
@@ -99,7 +103,7 @@ def _gap_row(words: str, alone_s: float, seconds: float) -> list[str]:
 def _part_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine, ms of one micro batch; the rest is idle or the host's."""
     core = sum(k.calls * k.seconds for k in found.kernels if k.name == "core")
-    products = kernels_s(found, "attention", "mlp", "head") - core
+    products = kernels_micro_s(found) - core
     alone = {"matrix products": products, "attention": core}
     rows, busy = [], 0.0
     for part in found.parts:
@@ -111,14 +115,17 @@ def _part_rows(found: OneRankResult) -> list[list[str]]:
     return rows
 
 
-def _comm(found: OneRankResult, whole: JoinedStep) -> Grid:
-    rows, axes = [], set()
-    for one in found.comm:
-        exposed = or_dash(whole.parts.get(one.axis), ".3f") if one.axis not in axes else ""
-        rows.append([one.axis, one.op, f"{one.calls:,}", show_bytes(one.bytes), exposed])
-        axes.add(one.axis)
-    headings = ["axis", "collective", "calls per step", "payload", "exposed s, predicted"]
-    return Grid(headings, rows)
+def _comm(found: OneRankResult, exposed_s: Mapping[str, float]) -> Grid:
+    """Seconds of an axis stand beside the first of its collectives."""
+    first = {one.axis: one for one in reversed(found.comm)}
+    return table(
+        found.comm,
+        *named("axis", "collective=op", "calls per step=calls:,", "payload=bytes:bytes"),
+        (
+            "exposed s, predicted",
+            lambda one: or_dash(exposed_s.get(one.axis), ".3f") if one is first[one.axis] else "",
+        ),
+    )
 
 
 def _kernels(found: OneRankResult) -> Grid:
@@ -169,47 +176,45 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
         f"{spec.batch.seq_len} tokens; one rank on this device, without its peers",
         "",
     ]
-    if against:
-        return [*parts, *(part for one in ranks for part in _floor(one))]
-    parts.append(_layouts(ranks))
-    parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
-    for one in ranks:
-        parts += _one(one, details=details or len(ranks) == 1)
+    plains = [one.plain() for one in ranks]
+    if not against:
+        parts.append(_layouts(ranks, plains))
+        parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
+    for one, plain in zip(ranks, plains, strict=True):
+        if one.found is None:
+            parts += _failed(one, plain)
+        elif against:
+            head = f"{name_of(one.spec)}, {one.found.device}, torch {one.found.torch}"
+            parts += [head, *floor_page(plain["floor"])]
+        elif details or len(ranks) == 1:
+            parts += _details(one.spec, one.found, plain)
     return parts
 
 
-def floor_page(rows: Sequence[FloorPart], tokens: float) -> list[Part]:
-    from fourfold.cost.one_rank import total
-
-    whole = total(list(rows))
+def floor_page(floor: Plain) -> list[Part]:
+    step_s, most = floor["step_s"], floor["limit_tokens_s"]
+    step = {"name": "step", "limit_s": floor["limit_s"], "engine_s": step_s}
+    step["gap_s"] = step_s - floor["limit_s"]
     parts = table(
-        [*rows, whole],
+        [*floor["parts"], step],
         *named("ms per step=name"),
-        ("unavoidable", lambda row: or_dash(1e3 * row.limit_s or None, ".3f")),
-        ("engine", lambda row: f"{1e3 * row.engine_s:.3f}"),
-        ("gap", lambda row: f"{1e3 * row.gap_s:+.3f}"),
-        ("of the step", lambda row: f"{100 * row.gap_s / whole.engine_s:+.1f}%"),
+        ("unavoidable", lambda row: or_dash(1e3 * row["limit_s"] or None, ".3f")),
+        ("engine", lambda row: f"{1e3 * row['engine_s']:.3f}"),
+        ("gap", lambda row: f"{1e3 * row['gap_s']:+.3f}"),
+        ("of the step", lambda row: f"{100 * row['gap_s'] / step_s:+.1f}%"),
     )
-    most, share = tokens / whole.limit_s, 100 * whole.limit_s / whole.engine_s
-    speed = f"{tokens / whole.engine_s:,.0f} of at most {most:,.0f} tokens/s per GPU"
-    return [parts, "", f"{speed}: {share:.1f}% of the limit"]
+    speed = f"{floor['tokens_s']:,.0f} of at most {most:,.0f} tokens/s per GPU"
+    return [parts, "", f"{speed}: {100 * floor['share_of_limit']:.1f}% of the limit"]
 
 
-def _floor(one: OneRank) -> list[Part]:
-    if one.found is None:
-        return _one(one, details=False)
-    head = f"{name_of(one.spec)}, {one.found.device}, torch {one.found.torch}"
-    return [head, *floor_page(one.floor, one.tokens)]
-
-
-def _one(one: OneRank, *, details: bool) -> list[Part]:
-    if one.found is None:
-        failure = one.report.failure
-        words = failure.message.splitlines()[0] if failure and failure.message else "cause unknown"
-        parts: list[Part] = ["", f"{name_of(one.spec)}: {one.report.outcome}: {words}"]
-        is_oom = one.report.outcome == "oom"
-        return [*parts, *(oom_page(one.planner.post_mortem(one.report)) if is_oom else ())]
-    return _details(one, one.found) if details else []
+def _failed(one: OneRank, plain: Plain) -> list[Part]:
+    failure = one.report.failure
+    words = failure.message.splitlines()[0] if failure and failure.message else "cause unknown"
+    return [
+        "",
+        f"{name_of(one.spec)}: {one.report.outcome}: {words}",
+        *oom_page(plain.get("post_mortem", {})),
+    ]
 
 
 def name_of(spec: RunSpec) -> str:
@@ -222,19 +227,19 @@ def name_of(spec: RunSpec) -> str:
     return " ".join([*words, *(["compiled"] if policy.compile else [])])
 
 
-def _details(one: OneRank, found: OneRankResult) -> list[Part]:
-    whole, (step_s, low_s, high_s) = one.planner.joined(found), one.planner.step_s()
-    head = f"{name_of(one.spec)}, rank {found.rank}, stage {found.stage}"
+def _details(spec: RunSpec, found: OneRankResult, plain: Plain) -> list[Part]:
+    head = f"{name_of(spec)}, rank {found.rank}, stage {found.stage}"
     parts: list[Part] = ["", head, "", Grid(["ms", *_GAP], _phase_rows(found))]
     if found.parts and found.watched == (1, 1):
         parts += ["", Grid(["ms of one micro batch", *_GAP], _part_rows(found))]
     elif found.parts_note:
         parts += ["", found.parts_note]
     if found.comm:
-        parts += ["", _comm(found, whole)]
-    step = [[part, f"{seconds:.3f}"] for part, seconds in whole.parts.items()]
-    step += [["step", f"{whole.step_s:.3f}"]]
-    step += [["planner's own step", f"{step_s:.3f} ({low_s:.3f} to {high_s:.3f})"]]
+        parts += ["", _comm(found, plain["step_parts_s"])]
+    seconds = {**plain["step_parts_s"], "step": plain["step_s_with_modelled_traffic"]}
+    step = [[part, f"{s:.3f}"] for part, s in seconds.items()]
+    own = (plain[f"planner_step_s{end}"] for end in ("", "_low", "_high"))
+    step += [["planner's own step", "{:.3f} ({:.3f} to {:.3f})".format(*own)]]
     parts += ["", Grid(["part of a step", "s"], step), "", _kernels(found)]
     memory = f"peak {show_bytes(found.peak_bytes)} ({found.peaks_from})"
     if found.reserved_bytes:

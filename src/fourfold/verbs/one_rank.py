@@ -4,7 +4,7 @@ is no run of its layout, so the run store, reports and fits never see it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
+from fourfold.cost.one_rank import Part
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.events import OnEvent, ignore, progress
@@ -24,7 +24,7 @@ from fourfold.result.one_rank import (
     OneRankResult,
     gap_pct,
     kernels_layer_s,
-    kernels_s,
+    kernels_micro_s,
     layer_s,
     micro_s,
 )
@@ -63,32 +63,35 @@ class StagePlanner:
         self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})
         self.columns = columns_of([spec], cluster=self.cluster, stack="fourfold")
 
-    def step_s(self) -> tuple[float, float, float]:
-        """The planner's own step: (seconds, low, high)."""
-        found = predictions(self.columns, self.entry)
-        return float(found.step_s[0]), float(found.low_s[0]), float(found.high_s[0])
-
     def fullest_stage(self) -> int:
         room = memory(self.columns, self.entry.coefficients)
         at_first = float(room.first_bytes[0]) >= float(room.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
-    def _stage(self, found: OneRankResult) -> MeasuredStage:
-        at, last = found.stage, self.spec.layout.pp - 1
-        return MeasuredStage(stage=at, layers=found.layers, first=at == 0, last=at == last)
+    def step(self) -> dict[str, Any]:
+        """The planner's own, before anything was measured."""
+        step = predictions(self.columns, self.entry).one(0)
+        return {
+            "planner_basis": self.basis,
+            "planner_step_s": step.step_s,
+            "planner_step_s_low": step.step_s_low,
+            "planner_step_s_high": step.step_s_high,
+        }
 
-    def predicted(self, found: OneRankResult) -> StageCompute:
-        return model.predicted(self.columns, self.entry.coefficients, self._stage(found))
-
-    def joined(self, found: OneRankResult) -> JoinedStep:
-        return model.joined(
-            self.columns,
-            self.entry.coefficients,
-            self._stage(found),
-            compute_s=found.compute_s,
-            layer_s=layer_s(found),
-            micro_s=micro_s(found),
-        )
+    def beside(self, found: OneRankResult) -> dict[str, Any]:
+        """What was measured of the stage, what the planner has for it, and the step of both."""
+        kernels_s, engine_s = kernels_layer_s(found), layer_s(found)
+        parts = model.joined(self.columns, self.entry.coefficients, found)
+        return {
+            "kernels_layer_s": kernels_s,
+            "engine_layer_s": engine_s,
+            "layer_gap_pct": gap_pct(engine_s, kernels_s),
+            "bare_micro_s": kernels_micro_s(found),
+            "engine_micro_s": micro_s(found),
+            "predicted": asdict(model.predicted(self.columns, self.entry.coefficients, found)),
+            "step_s_with_modelled_traffic": sum(parts.values()),
+            "step_parts_s": parts,
+        }
 
     def post_mortem(self, report: RunReport) -> dict[str, Any]:
         """An out-of-memory as bench tells it: held, predicted, and what would fit."""
@@ -114,13 +117,7 @@ class OneRank:
         """By part: what can't be avoided, and what the engine took."""
         return model.parts(self.found) if self.found is not None else []
 
-    @property
-    def tokens(self) -> float:
-        """Of a step, for each GPU."""
-        return self.spec.batch.tokens / self.spec.gpus
-
     def plain(self) -> dict[str, Any]:
-        step, low, high = self.planner.step_s()
         plain: dict[str, Any] = {
             "model": self.spec.model.name,
             "layout": str(self.spec.layout),
@@ -129,10 +126,7 @@ class OneRank:
             "place": self.spec.layout.coordinates(self.rank),
             "spec": codec.encode(self.spec, sparse=True),
             "outcome": self.report.outcome,
-            "planner_basis": self.planner.basis,
-            "planner_step_s": step,
-            "planner_step_s_low": low,
-            "planner_step_s_high": high,
+            **self.planner.step(),
         }
         if self.found is None:
             failure = self.report.failure
@@ -140,9 +134,9 @@ class OneRank:
             if self.report.outcome == "oom":
                 plain["post_mortem"] = self.planner.post_mortem(self.report)
             return plain
-        plain |= {"measured": codec.encode(self.found)} | _derived(self.planner, self.found)
+        plain |= {"measured": codec.encode(self.found), **self.planner.beside(self.found)}
         if self.found.floor is not None:
-            plain["floor"] = floor_plain(self.floor, self.tokens)
+            plain["floor"] = floor_plain(self.floor, self.spec.batch.tokens / self.spec.gpus)
         return plain
 
     def row(self) -> dict[str, Any]:
@@ -246,33 +240,14 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     return int(wanted)
 
 
-def _derived(planner: StagePlanner, found: OneRankResult) -> dict[str, Any]:
-    predicted, whole = planner.predicted(found), planner.joined(found)
-    return {
-        "kernels_layer_s": kernels_layer_s(found),
-        "engine_layer_s": layer_s(found),
-        "layer_gap_pct": gap_pct(layer_s(found), kernels_layer_s(found)),
-        "bare_micro_s": kernels_s(found, "attention", "mlp", "head"),
-        "engine_micro_s": micro_s(found),
-        "predicted": {
-            "layer_s": predicted.layer_s,
-            "compute_s": predicted.compute_s,
-            "compute_parts_s": predicted.parts,
-            "peak_bytes": predicted.peak_bytes,
-        },
-        "step_s_with_modelled_traffic": whole.step_s,
-        "step_parts_s": whole.parts,
-    }
-
-
 def floor_plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
-    whole = model.total(list(rows))
-    names = ("name", "limit_s", "engine_s", "gap_s")
+    """`tokens` of a step, for each GPU."""
+    limit_s, step_s = sum(row.limit_s for row in rows), sum(row.engine_s for row in rows)
     return {
-        "parts": [{name: getattr(row, name) for name in names} for row in rows],
-        "limit_s": whole.limit_s,
-        "step_s": whole.engine_s,
-        "share_of_limit": whole.limit_s / whole.engine_s,
-        "limit_tokens_s": tokens / whole.limit_s,
-        "tokens_s": tokens / whole.engine_s,
+        "parts": [{**asdict(row), "gap_s": row.gap_s} for row in rows],
+        "limit_s": limit_s,
+        "step_s": step_s,
+        "share_of_limit": limit_s / step_s,
+        "limit_tokens_s": tokens / limit_s,
+        "tokens_s": tokens / step_s,
     }

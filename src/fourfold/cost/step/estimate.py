@@ -6,8 +6,9 @@ Seconds of one layer and one micro batch on one rank: a fold over its operations
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,11 +74,46 @@ def ops_s(ops: Iterable[Op], rates: Rates) -> Floats:
     return sum(((1.0 + op.again) * rates.seconds(op) for op in ops), _ZERO)
 
 
-def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
+Told = Callable[[Columns, Floats], Iterable[Op]]  # of one micro batch
+Once = tuple[list[tuple[Op, Op]], list[Op]]
+
+
+def once_ops(c: Columns, ends: float = 1.0) -> Once:
+    """(reductions of gradients with gathers of weights, updates) of a step: of experts apart, which
+    have ranks of their own. Of the first stage (the last one's head is as large as the embedding),
+    or of a stage that holds so many of the model's two `ends`: both of a single stage, where tied
+    ends have one matrix."""
+    held = c.layers / c.pp
+    matrices = np.where(c.pp > 1, ends, np.where(c.tied > 0, 1.0, 2.0))
+    params = held * c.rank_layer_weights + matrices * c.vocab * c.hidden / c.tp
+    reduced, updated = [reduction(c, params)], update(c, params)
+    if np.any(c.experts > 0):
+        mine = held * c.rank_expert_weights
+        reduced.append(reduction(c, mine, " experts"))
+        updated += update(c, mine, " experts")
+    return reduced, updated
+
+
+class StepOps(NamedTuple):
+    """The operations that a step's seconds are a sum over."""
+
+    layer: Told = decoder_layer
+    head: Told = head
+    embedding: Told = embedding
+    handover: Told = handover
+    once: Callable[[Columns], Once] = once_ops
+
+
+STEP = StepOps()
+
+
+def layer_times(
+    c: Columns, coef: Coefficients, *, micro: Floats, layer: Told = decoder_layer
+) -> LayerTimes:
     """Everything one layer does for one micro batch. What ZeRO-3 gathers travels beside it, and a
     GPU runs while its host launches; on a CPU each waits for the other."""
     rates = rates_of(c, coef)
-    alone = sums(decoder_layer(c, micro), rates)
+    alone = sums(layer(c, micro), rates)
     move, launch = alone.pop("fsdp_comm"), alone.pop("host")
     busy = sum(alone.values(), _ZERO)
     gathered, total = rates.together(busy, move, launch)
@@ -112,23 +148,24 @@ class Times:
         return Times(self.step_s[index], parts, self.launch_ratio[index])
 
 
-def estimate(c: Columns, coef: Coefficients) -> Times:
-    """Closed-form step time of every run."""
+def estimate(c: Columns, coef: Coefficients, ops: StepOps = STEP) -> Times:
+    """Closed-form step time of every run, or of other operations in place of those of its ranks."""
     whole = np.floor(c.share / c.micro)
     rest = c.share - whole * c.micro
-    layer = layer_times(c, coef, micro=c.micro)
-    head, embed, handover = ends_s(c, coef, c.micro)
+    layer = layer_times(c, coef, micro=c.micro, layer=ops.layer)
+    head, embed, handover = ends_s(c, coef, c.micro, ops)
     stages = stage_times(c, layer.total, head, embed, handover)
     slots = whole
     if np.any(rest > 1e-9):
         # A smaller last micro batch (48 = 11+11+11+11+4) is priced by its own shapes.
         small = np.maximum(rest, 1e-6)
-        other = stage_times(c, layer_times(c, coef, micro=small).total, *ends_s(c, coef, small))
+        one = layer_times(c, coef, micro=small, layer=ops.layer).total
+        other = stage_times(c, one, *ends_s(c, coef, small, ops))
         slots = whole + np.where(rest > 1e-9, other.slowest(c) / stages.slowest(c), 0.0)
     parts = {name: slots * (c.layers / c.pp) * getattr(layer, name) for name in LAYER_PARTS}
     parts |= {"head": slots * (head + embed) / c.pp, "pp_comm": slots * handover}
     pipe = pipe_s(c, coef, stages, slots)
-    return _whole_step(c, coef, layer, pipe=pipe, slots=slots, parts=parts)
+    return _whole_step(c, coef, layer, pipe=pipe, slots=slots, parts=parts, once=ops.once(c))
 
 
 def pipe_s(c: Columns, coef: Coefficients, stages: StageTimes, slots: Floats) -> Floats:
@@ -137,10 +174,12 @@ def pipe_s(c: Columns, coef: Coefficients, stages: StageTimes, slots: Floats) ->
     return rates_of(c, coef).pipeline(pipeline_s(c, stages, slots), work)
 
 
-def ends_s(c: Columns, coef: Coefficients, micro: Floats) -> tuple[Floats, Floats, Floats]:
+def ends_s(
+    c: Columns, coef: Coefficients, micro: Floats, ops: StepOps = STEP
+) -> tuple[Floats, Floats, Floats]:
     """Seconds of one micro batch in the head, in the embedding, and of handing it over."""
     rates = rates_of(c, coef)
-    seconds = [ops_s(ops(c, micro), rates) for ops in (head, embedding, handover)]
+    seconds = [ops_s(told(c, micro), rates) for told in (ops.head, ops.embedding, ops.handover)]
     return seconds[0], seconds[1], seconds[2]
 
 
@@ -178,27 +217,11 @@ def last_rounds(c: Columns) -> Floats:
     return np.where(c.vpp > 1, 1.0 + (c.pp - 1.0) * (c.vpp - 1.0) / c.vpp, 1.0)
 
 
-def once_ops(
-    c: Columns, layers: float | None = None, ends: float = 1.0
-) -> tuple[list[tuple[Op, Op]], list[Op]]:
-    """(reductions of gradients with gathers of weights, updates) of a step: of experts apart, which
-    have ranks of their own. Of the first stage (the last one's head is as large as the embedding),
-    or of a stage of `layers` that holds so many of the model's two ends: both of a single stage,
-    where tied ends have one matrix."""
-    held = c.layers / c.pp if layers is None else layers
-    matrices = np.where(c.pp > 1, ends, np.where(c.tied > 0, 1.0, 2.0))
-    params = held * c.rank_layer_weights + matrices * c.vocab * c.hidden / c.tp
-    reduced, updated = [reduction(c, params)], update(c, params)
-    if np.any(c.experts > 0):
-        mine = held * c.rank_expert_weights
-        reduced.append(reduction(c, mine, " experts"))
-        updated += update(c, mine, " experts")
-    return reduced, updated
-
-
-def end_of_step_s(c: Columns, coef: Coefficients, *, window: Floats) -> tuple[Floats, Floats]:
+def end_of_step_s(
+    c: Columns, coef: Coefficients, *, window: Floats, once: Once | None = None
+) -> tuple[Floats, Floats]:
     """(gradients' traffic, update); `window`: seconds of a backward pass that hide traffic."""
-    reductions, updates = once_ops(c)
+    reductions, updates = once or once_ops(c)
     rates = rates_of(c, coef)
     reduced = sum((rates.reduced(*both, window) for both in reductions), np.zeros(()))
     return reduced, ops_s(updates, rates)
@@ -212,15 +235,16 @@ def _whole_step(
     pipe: Floats,
     slots: Floats,
     parts: dict[str, Floats],
+    once: Once,
 ) -> Times:
     """Adds what happens once per step to the pipeline's seconds and their parts."""
     window = c.layers / c.pp * layer.total * last_rounds(c)
-    dp, optimizer = end_of_step_s(c, coef, window=window)
+    dp, optimizer = end_of_step_s(c, coef, window=window, once=once)
     waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
     fixed = fixed_s(c, coef)
     step = pipe + dp + optimizer + waits + jitter + fixed
-    once = {"dp_comm": dp, "optimizer": optimizer, "fixed": fixed, "jitter": jitter + waits}
-    parts |= {name: seconds + np.zeros_like(step) for name, seconds in once.items()}
+    added = {"dp_comm": dp, "optimizer": optimizer, "fixed": fixed, "jitter": jitter + waits}
+    parts |= {name: seconds + np.zeros_like(step) for name, seconds in added.items()}
     parts["bubble"] = step - sum(parts.values())
     parts = {name: parts[name] for name in PARTS}
     return Times(step, parts, layer.launch_ratio + np.zeros_like(step))
