@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from fourfold.cost.memory.unseen import unseen_parts
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.errors import UserError
-from fourfold.result.one_rank import unseen_parts
 from fourfold.search.legal import Target, why_not
-from fourfold.search.predict import predict
+from fourfold.search.predict import anywhere, predict
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
@@ -38,7 +38,7 @@ def dry_bytes(spec: RunSpec) -> int:
     places = {0, min(1, pp - 1), pp - 1}
     with gpu_kernels():
         peak = max(count_rank(replace(spec, device="cpu"), at * stride).peak_bytes for at in places)
-    return peak + sum(part.bytes for part in unseen_parts(spec))
+    return peak + sum(part.bytes for part in unseen_parts(anywhere(spec)))
 
 
 def planned_bytes(spec: RunSpec) -> float:

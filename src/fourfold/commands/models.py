@@ -102,7 +102,7 @@ def dryrun(args: Any, show: OnEvent) -> Output:
 
 
 def _page(answer: Any) -> list[Part]:
-    from fourfold.result.one_rank import RESERVED_RATIO
+    from fourfold.cost.memory.unseen import RESERVED_RATIO
 
     spec, worst, moved = answer.spec, answer.worst, answer.moved_bytes
     seen = {one.axis for counts in answer.counts for one in counts.comm}

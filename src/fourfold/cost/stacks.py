@@ -89,7 +89,7 @@ class StackDefaults:
     fp8_gather_bytes: float = 2.0
     # Its tensors are those of torch's FSDP2, counted one by one (memory/moments.py); the memory it
     # prints is what the allocator reserved, with FSDP so much more than they take
-    # (result/one_rank.py). `autocast`: without FSDP, weights are cast for each use.
+    # (cost/memory/unseen.py). `autocast`: without FSDP, weights are cast for each use.
     counted: bool = False
     reserved: float = 1.0
     autocast: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit import coefficients
 from fourfold.cost.fit.calibration import Calibration
@@ -83,8 +84,12 @@ def _as_planned(spec: RunSpec, stack: str, engine: str) -> RunSpec:
 def state_bytes(spec: RunSpec) -> float:
     """Weights, gradients and moments of the fullest rank, which no step can do without: the same on
     every machine."""
-    c = columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack="fourfold")
-    return float(memory(c, coefficients.defaults()).parts["state"][0])
+    return float(memory(anywhere(spec), coefficients.defaults()).parts["state"][0])
+
+
+def anywhere(spec: RunSpec) -> Columns:
+    """The run by our engine, for what is the same on every machine."""
+    return columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack="fourfold")
 
 
 def rough_cpu(ranks: int, cores: int) -> Cluster:

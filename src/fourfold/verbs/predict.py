@@ -14,6 +14,7 @@ from typing import Any, Unpack, overload
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
+from fourfold.cost.memory.unseen import Unseen, unseen_parts
 from fourfold.cost.stacks import has_experts
 from fourfold.cost.table.predict import FIELDS, Finder, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
@@ -25,9 +26,10 @@ from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.local import answers
 from fourfold.launch.permit import core_count
 from fourfold.result.job import Job, Limits
-from fourfold.result.one_rank import RankCount, unseen_parts
+from fourfold.result.one_rank import RankCount
 from fourfold.result.report import Prediction
 from fourfold.search.legal import require_legal
+from fourfold.search.predict import anywhere
 from fourfold.search.predict import predict as predict_specs
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import Cluster, RunSpec, catalog, codec
@@ -205,8 +207,8 @@ class DryRun:
         return max(self.counts, key=lambda count: count.peak_bytes)
 
     @property
-    def unseen(self) -> list[Any]:
-        return list(unseen_parts(self.spec))
+    def unseen(self) -> tuple[Unseen, ...]:
+        return unseen_parts(anywhere(self.spec))
 
     @property
     def peak_with_unseen_bytes(self) -> int:

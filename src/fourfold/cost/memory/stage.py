@@ -8,31 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.memory.unseen import unseen_bytes
 from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
-from fourfold.result.one_rank import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    FIRST_COMMUNICATOR_BYTES,
-    WORKSPACE_BYTES,
-)
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
 
-def _unseen_bytes(c: Columns) -> Floats:
-    """Context, workspace and communicators of a GPU; the dry run names the same."""
-    groups = (c.tp, c.cp, c.pp, c.dp * c.cp, c.shard, c.dp * c.cp / c.shard, c.gpus)
-    count = sum((np.where(size > 1, 1.0, 0.0) for size in groups), np.zeros(()))
-    count = count + np.where((c.pp > 1) & (c.tied > 0), 1.0, 0.0)
-    wires = FIRST_COMMUNICATOR_BYTES + (count - 1.0) * COMMUNICATOR_BYTES
-    return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
-
-
 def around_bytes(c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
     """(what no tensor shows, bytes reserved for each byte of a tensor)."""
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
-    base = np.where(np.asarray(coef["base_gib"]) > 0, _unseen_bytes(c), 0.0)
+    base = np.where(np.asarray(coef["base_gib"]) > 0, unseen_bytes(c), 0.0)
     # Blocks that FSDP's own streams use are cached apart; without it there are none.
     return base, np.where(c.dp * c.cp > 1, c.reserved, 1.0)
 
