@@ -28,8 +28,8 @@ def test_a_profile_becomes_a_calibration_within_the_knobs_limits(profile: Hardwa
     (entry,) = calibration_of(profile, cluster_of(profile, 4)).entries
     assert entry.stack == "fourfold"
     assert entry.coefficients["host_s"] == pytest.approx(1e-3)
-    for name, value in entry.coefficients.items():
-        assert BY_NAME[name].low <= value <= BY_NAME[name].high
+    for name, known in BY_NAME.items():
+        assert known.low <= entry.coefficients[name] <= known.high
 
 
 def test_the_plan_is_legal_diverse_and_sorted(profile: HardwareProfile) -> None:

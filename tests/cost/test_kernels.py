@@ -13,11 +13,17 @@ from fourfold.cost.fit.calibration import gpu_entry
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.run import device_facts, priced_attention
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.kernels import OLDER_KERNEL, attention_s
+from fourfold.cost.step.kernels import (
+    BLOCK_ROWS,
+    FLASH2,
+    NEWER_FLASH,
+    OLDER_KERNEL,
+    attention_s,
+)
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import parse
-from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, AttentionPoint
+from fourfold.result.profile import AttentionPoint
 from fourfold.spec import catalog
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import PRICED_ATTENTION

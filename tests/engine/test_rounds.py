@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fourfold.engine.microbench import device
-from fourfold.engine.microbench.device import in_rounds
+from fourfold.engine.microbench import rounds
+from fourfold.engine.microbench.rounds import in_rounds
 from fourfold.engine.parallel.groups import Group
 from fourfold.engine.process.task import CPU
 
@@ -42,7 +42,7 @@ class Clock:
 @pytest.mark.parametrize("disturbed", [set(), {0}, {1, 2}, {4}])
 def test_a_neighbour_changes_no_seconds(alone, monkeypatch, disturbed) -> None:
     clock = Clock(disturbed)
-    monkeypatch.setattr(device, "reading", clock.reading)
+    monkeypatch.setattr(rounds, "reading", clock.reading)
     found = in_rounds([lambda: "short", lambda: "long"], alone, 0.0, cores=2)
     assert found.seconds == [1e-3, 4e-3]
     assert (found.unsteady > 0) == (len(disturbed) > 1)
@@ -53,6 +53,6 @@ def test_a_neighbour_changes_no_seconds(alone, monkeypatch, disturbed) -> None:
 
 def test_more_seconds_make_more_rounds(alone: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(set())
-    monkeypatch.setattr(device, "reading", clock.reading)
+    monkeypatch.setattr(rounds, "reading", clock.reading)
     in_rounds([lambda: "short", lambda: "long"], alone, 0.241, cores=2)
     assert len(clock.calls["long"]) == 1 + 10  # of 24 ms

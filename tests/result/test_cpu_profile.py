@@ -1,4 +1,5 @@
-"""A CPU's profile as coefficients: costs of products, starts and bytes of collectives."""
+"""A CPU's profile as coefficients: a layer that takes what was measured, starts and bytes of
+collectives."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.coefficients import HOST
-from fourfold.cost.fit.machine import calibration_of, host_coefficients, product_costs
+from fourfold.cost.fit.machine import calibration_of, cpu_coefficients
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.estimate import Times, estimate, layer_times
+from fourfold.errors import UserError
 from fourfold.result.profile import (
-    AttentionPoint,
     CollectivePoint,
-    GemmPoint,
     HardwareProfile,
-    HostPoint,
+    SharedPoint,
     cluster_of,
+    measured_layer,
     read_profile,
 )
 from fourfold.search.predict import predict
@@ -31,36 +32,12 @@ from fourfold.spec.words import CP_KINDS
 from tests.result.test_profile import make
 from tests.specs import run_spec
 
-SHAPES = ((256, 512, 512), (128, 1408, 512), (1408, 512, 128), (512, 1024, 1024))
 
-
-def products(flop_s: float, byte_s: float) -> tuple[GemmPoint, ...]:
-    return tuple(
-        GemmPoint(
-            dtype="fp32", m=m, n=n, k=k,
-            seconds=2 * m * n * k * flop_s + 4 * (m * k + n * k + m * n) * byte_s,
-        )
-        for m, n, k in SHAPES
-    )  # fmt: skip
-
-
-def host_point(ranks: int, **fields: object) -> HostPoint:
-    plain: dict = {
-        "ranks": ranks,
-        "products": products(1e-11 * ranks, 1e-10 * ranks),
-        "attention": AttentionPoint(
-            kernel="flash", dtype="fp32", batch=1, heads=8, head_size=64, seq_len=256,
-            forward_s=1e-3 * ranks, backward_s=3e-3 * ranks,
-        ),
-        "element_bytes": 10**8,
-        "element_s": 0.01 * ranks,
-        "update_params": 10**6,
-        "update_s": 4e-3 * ranks,
-        "layer_s": 1e-3 * ranks,
-        "wrapped_s": 0.0 if ranks == 1 else 20e-3,
-        "called_s": 0.0 if ranks == 1 else 4e-3,
-    }  # fmt: skip
-    return HostPoint(**(plain | fields))
+def shared_point(ranks: int, **fields: float) -> SharedPoint:
+    """Every core more of them is a core less for each."""
+    plain = {"flops_per_s": 1e11 / ranks, "bytes_per_s": 1e10 / ranks, "layer_s": 0.3 * ranks,
+             "start_s": 1e-3 * ranks}  # fmt: skip
+    return SharedPoint(ranks=ranks, dtype="fp32", **(plain | fields))
 
 
 def collectives(ranks: int) -> list[CollectivePoint]:
@@ -76,48 +53,56 @@ def collectives(ranks: int) -> list[CollectivePoint]:
     ]  # fmt: skip
 
 
-def profile() -> HardwareProfile:
-    points = tuple(host_point(n) for n in (1, 2, 4))
-    return make(hosts=points, collectives=tuple(collectives(2) + collectives(4)))
+def profile(**fields: float) -> HardwareProfile:
+    points = tuple(shared_point(n, **fields) for n in (1, 2, 4))
+    return make(shared=points, collectives=tuple(collectives(2) + collectives(4)))
 
 
-def spec(layout: Layout, **policy: object) -> RunSpec:
-    fields = {"seq_len": 128, "global_batch": 8, "precision": "fp32", "device": "cpu"}
+def spec(layout: Layout, batch: int = 8, **policy: object) -> RunSpec:
+    fields = {"seq_len": 128, "global_batch": batch, "precision": "fp32", "device": "cpu"}
     return run_spec("llama-mini", layout, **fields, **policy)
 
 
-@given(st.floats(1e-13, 1e-8), st.floats(1e-12, 1e-8))
-def test_costs_of_products_are_found_again(flop_s: float, byte_s: float) -> None:
-    found = product_costs(products(flop_s, byte_s))
-    assert found == (pytest.approx(flop_s, rel=1e-4), pytest.approx(byte_s, rel=1e-4))
+def coefficients(ranks: int, known: HardwareProfile | None = None) -> dict[str, float]:
+    known = known or profile()
+    return cpu_coefficients(known, cluster_of(known, ranks))
 
 
-def test_products_that_only_multiply_have_no_cost_of_bytes() -> None:
-    slower_when_small = [replace(p, seconds=p.seconds / p.m) for p in products(1e-11, 0.0)]
-    flop_s, byte_s = product_costs(slower_when_small)
-    assert flop_s > 0
-    assert byte_s >= 0
+@given(st.floats(0.3, 3.0), st.sampled_from([1, 2, 4, 8]))
+def test_the_measured_layer_takes_what_it_took(layer_s: float, ranks: int) -> None:
+    """Twice as long on twice as many ranks as were measured at most."""
+    known = profile(layer_s=layer_s)
+    machine = cluster_of(known, ranks)
+    c = columns_of([measured_layer()], cluster=machine, stack="fourfold")
+    entry = calibration_of(known, machine).entries[0]
+    took = layer_times(c, entry.coefficients, micro=c.micro).total[0]
+    assert took == pytest.approx(layer_s * max(1, ranks / 4), rel=0.05)
+
+
+def test_bytes_are_never_faster_than_a_copy() -> None:
+    quick = coefficients(1, profile(layer_s=1e-6))
+    assert quick["cpu_byte_s"] == pytest.approx(1e-10)
 
 
 def test_coefficients_are_those_of_as_many_ranks() -> None:
-    alone, four = (host_coefficients(profile(), ranks) for ranks in (1, 4))
-    assert set(alone) == set(four) == {*HOST, "flash", "cp_attention"}
-    assert four["cpu_layer_s"] == pytest.approx(4 * alone["cpu_layer_s"])
+    alone, four = coefficients(1), coefficients(4)
+    assert set(alone) == set(four) >= {*HOST}
+    assert four["cpu_start_s"] == pytest.approx(4 * alone["cpu_start_s"])
+    assert four["cpu_byte_s"] == pytest.approx(4 * alone["cpu_byte_s"], rel=0.1)
     assert four["cpu_gather_s"] == pytest.approx(5e-4)
     assert four["cpu_gather_byte_s"] == pytest.approx(1e-9)
-    # Twenty milliseconds less those of the layer alone, and less two gatherings and a scattering of
-    # three hops each; a third for each of them.
-    assert four["cpu_wrap_s"] == pytest.approx((20e-3 - 4e-3 - 9 * 5e-4) / 3, rel=1e-4)
-    assert four["cpu_call_s"] == pytest.approx(4e-3 - 3 * 5e-4, rel=1e-4)
+    assert four["cpu_send_s"] == pytest.approx(5e-4, rel=1e-4)
 
 
 def test_more_ranks_than_measured_are_slower() -> None:
-    four, eight = (host_coefficients(profile(), ranks) for ranks in (4, 8))
-    assert eight["cpu_layer_s"] == pytest.approx(2 * four["cpu_layer_s"])
+    four, eight = coefficients(4), coefficients(8)
+    assert eight["cpu_start_s"] == pytest.approx(2 * four["cpu_start_s"])
 
 
-def test_an_older_profile_has_none() -> None:
-    assert host_coefficients(make(), 4) == {}
+def test_a_profile_of_a_cpu_has_layers() -> None:
+    bare = tuple(replace(point, layer_s=0.0) for point in profile().shared)
+    with pytest.raises(UserError, match="run 'fourfold calibrate' again"):
+        read_profile(codec.to_json(make(shared=bare)))
 
 
 def test_files_keep_them() -> None:
@@ -125,50 +110,47 @@ def test_files_keep_them() -> None:
     assert read_profile(codec.to_json(known)) == known
     made = calibration_of(known, cluster_of(known, 4))
     again = calibrations.from_json(calibrations.to_json(made), "a file")
-    assert again.entries[0].coefficients["cpu_layer_s"] == pytest.approx(4e-3)
-
-
-def test_nothing_hides_behind_anything() -> None:
-    """Every layout pays its traffic on top of its share of the work."""
-    known = profile()
-
-    def seconds(layout: Layout, **policy: object) -> float:
-        return predict([spec(layout, **policy)], profile=known)[0].step_s
-
-    plain = seconds(Layout(shard=2))
-    assert seconds(Layout(shard=2), sharding="zero3") > plain
-    assert seconds(Layout(shard=2), sharding="zero3", recompute="full") > seconds(
-        Layout(shard=2), sharding="zero3"
-    )
-    assert seconds(Layout(tp=2)) > seconds(Layout(tp=2), sequence_parallel=False)
+    assert again.entries[0].coefficients["cpu_start_s"] == pytest.approx(4e-3)
 
 
 def seconds_of(known: HardwareProfile, run: RunSpec) -> float:
     return predict([run], profile=known)[0].step_s
 
 
-def with_points(known: HardwareProfile, **fields: object) -> HardwareProfile:
-    return replace(known, hosts=tuple(replace(p, **fields) for p in known.hosts))  # type: ignore[arg-type]
+def test_nothing_hides_behind_anything() -> None:
+    """Every layout pays its traffic on top of its share of the work."""
+    known = profile(layer_s=0.1)
+
+    def seconds(layout: Layout, **policy: object) -> float:
+        return seconds_of(known, spec(layout, **policy))
+
+    plain, third = seconds(Layout(shard=2)), seconds(Layout(shard=2), sharding="zero3")
+    assert plain < third < seconds(Layout(shard=2), sharding="zero3", recompute="full")
+    assert seconds(Layout(tp=2)) > seconds(Layout(tp=2), sequence_parallel=False)
 
 
-def test_a_step_of_zero1_is_wrapped_twice() -> None:
-    """Under zero1 a step gathers and scatters once, however many micro batches it has."""
-    known, run = profile(), spec(Layout(shard=2))
-    dearer = with_points(known, wrapped_s=26e-3)  # two milliseconds for each that is sent
-    pieces = run.model.layers + 1
-    more_s = seconds_of(dearer, run) - seconds_of(known, run)
-    assert more_s == pytest.approx(2 * pieces * 2e-3, rel=0.01)
+def times_of(known: HardwareProfile, run: RunSpec) -> Times:
+    machine = cluster_of(known, run.gpus)
+    c = columns_of([run], cluster=machine, stack="fourfold")
+    return estimate(c, calibration_of(known, machine).entries[0].coefficients)
+
+
+def test_a_step_of_zero1_sends_once() -> None:
+    """However many micro batches it has: a gather and a scatter of each layer, and of the ends."""
+    some, more = (times_of(profile(), spec(Layout(shard=2), batch)) for batch in (8, 16))
+    assert some.parts["dp_comm"][0] == pytest.approx(more.parts["dp_comm"][0])
+    pieces = spec(Layout(shard=2)).model.layers + 1
+    assert some.parts["dp_comm"][0] > 2 * pieces * (5e-4 + 0.6 * 2e-3)
 
 
 def test_intervals_are_as_wide_as_readings_differed() -> None:
     def width(unsteady: float) -> float:
-        known = with_points(profile(), unsteady=unsteady)
-        said = predict([spec(Layout(tp=2))], profile=known)[0]
+        said = predict([spec(Layout(tp=2))], profile=profile(unsteady=unsteady))[0]
         assert said.step_s_low < said.step_s < said.step_s_high
         return said.step_s_high / said.step_s
 
-    assert width(0.0) == pytest.approx(exp(0.2), rel=1e-3)
-    assert width(0.5) == pytest.approx(exp(hypot(0.2, log(1.5))), rel=1e-3)
+    assert width(0.0) == pytest.approx(exp(0.5), rel=1e-3)
+    assert width(0.5) == pytest.approx(exp(hypot(0.5, log(1.5))), rel=1e-3)
 
 
 def test_context_parallelism_pays_each_of_its_kinds() -> None:
@@ -184,10 +166,7 @@ def test_ranks_that_wait_leave_their_cores_to_others() -> None:
 
     def waiting_s(cores: int) -> float:
         known = replace(profile(), cores=cores)
-        machine = cluster_of(known, 4)
-        c = columns_of([spec(Layout(pp=4))], cluster=machine, stack="fourfold")
-        coefficients = calibration_of(known, machine).entries[0].coefficients
-        return float(estimate(c, coefficients).parts["bubble"][0])
+        return float(times_of(known, spec(Layout(pp=4))).parts["bubble"][0])
 
     assert waiting_s(4) > 0.01
     assert waiting_s(4) == waiting_s(8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fourfold.cost.fit.machine import coefficients_of
 from fourfold.errors import UserError
 from fourfold.result.profile import (
     AttentionPoint,
@@ -13,7 +14,6 @@ from fourfold.result.profile import (
     HardwareProfile,
     SharedPoint,
     cluster_of,
-    coefficients_of,
     device_of,
     link_of,
 )
@@ -41,8 +41,10 @@ def make(**fields: object) -> HardwareProfile:
         "launch_s": 5e-6, "layer_launch_s": 1e-3, "burst_flops_per_s": 2e11,
         "sustained_flops_per_s": 1.6e11, "sustained_over_s": 10.0,
         "shared": (
-            SharedPoint(ranks=1, dtype="fp32", flops_per_s=1.9e11, bytes_per_s=2e10),
-            SharedPoint(ranks=4, dtype="fp32", flops_per_s=4.75e10, bytes_per_s=6e9),
+            SharedPoint(ranks=1, dtype="fp32", flops_per_s=1.9e11, bytes_per_s=2e10,
+                        layer_s=0.02, start_s=1e-3),
+            SharedPoint(ranks=4, dtype="fp32", flops_per_s=4.75e10, bytes_per_s=6e9,
+                        layer_s=0.08, start_s=4e-3),
         ),
         "collectives": tuple(
             CollectivePoint(op="all-reduce", ranks=4, payload_bytes=size, seconds=seconds)

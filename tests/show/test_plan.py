@@ -89,7 +89,7 @@ def test_layouts_named_beside_the_list_are_played_like_those_in_it() -> None:
 @pytest.mark.parametrize(("unsteady", "says"), [((0.1, 0.1, 0.1), False), ((0.1, 0.42, 0.1), True)])
 def test_a_page_says_when_something_else_ran(unsteady: tuple[float, ...], says: bool) -> None:
     known = profile()
-    points = zip(known.hosts, unsteady, strict=True)
-    page = profile_page(replace(known, hosts=tuple(replace(p, unsteady=u) for p, u in points)))
+    points = zip(known.shared, unsteady, strict=True)
+    page = profile_page(replace(known, shared=tuple(replace(p, unsteady=u) for p, u in points)))
     found = [part for part in page if isinstance(part, str) and "differed by 42%" in part]
     assert bool(found) == says

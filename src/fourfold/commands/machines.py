@@ -125,9 +125,9 @@ def calibrate(args: Any, show: OnEvent) -> Output:
 
     Matrix products by shape and format, attention by kernel, head size and length, memory
     bandwidth, launch time, burst and sustained speed, and collectives between ranks of this host
-    (gloo with 2 and 4 ranks on a CPU, NCCL between GPUs); on a CPU also what a layer of our engine
-    is made of, while 1, 2 and 4 ranks do the same. About 2.5 minutes; --quick 20 seconds. 'plan'
-    takes the cluster file that --cluster-out writes.
+    (gloo with 2 and 4 ranks on a CPU, NCCL between GPUs); on a CPU also a layer of our engine,
+    while 1, 2 and 4 ranks do the same. About 2.5 minutes; --quick 20 seconds. 'plan' takes the
+    cluster file that --cluster-out writes.
     """
     wanted = {flag: path for flag in _MARKS if (path := getattr(args, flag))}
     for flag, path in wanted.items():  # before minutes are spent on measuring

@@ -5,27 +5,106 @@ CPU is shared by the ranks on it, so its rates are kept for each number of ranks
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
-from fourfold.result.points import (
-    NEWER_FLASH,
-    AttentionPoint,
-    CollectivePoint,
-    CopyPoint,
-    GemmPoint,
-    HostPoint,
-    SharedPoint,
-)
-from fourfold.spec import check, codec
+from fourfold.spec import Batch, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device, Link, Peaks
+from fourfold.spec.layout import Layout
 
 _MOST = 1e24  # above every rate, size and time that a machine has
-_MAY_BE_ZERO = {"power_w", "measured_s", "wrapped_s", "called_s", "unsteady"}
+_MAY_BE_ZERO = {"power_w", "measured_s", "layer_s", "start_s", "unsteady"}
 # What the power limit costs is in the measured sustained rate; a device made from a profile must
 # not be slowed for it a second time, so its limit is one that never binds.
 _UNBOUND_POWER_W = 1e4
 _AGAIN = "run 'fourfold calibrate' again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPoint:
+    """One matrix product [m, k] x [k, n]."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoint:
+    """Causal attention of `heads` heads over `seq_len` tokens, forward and backward apart."""
+
+    kernel: str
+    dtype: str
+    batch: int
+    heads: int
+    head_size: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """Both ways, counting the causal half: 2 + 5 products of s x s/2 x head size."""
+        pairs = self.batch * self.heads * self.seq_len**2 / 2
+        return 2.0 * 7.0 * pairs * self.head_size / (self.forward_s + self.backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPoint:
+    """`moved_bytes` were read and as many written."""
+
+    moved_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 2.0 * self.moved_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePoint:
+    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message.
+    `hosts`: several have one rank each of the group, while their other ranks do the same."""
+
+    op: str
+    ranks: int
+    payload_bytes: int
+    seconds: float
+    hosts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPoint:
+    """What one rank gets while `ranks` of them work on this host at once. Of a CPU also seconds of
+    both passes of a layer of our engine (`measured_layer`) and of one that is all overhead, and by
+    what share readings of the same differed."""
+
+    ranks: int
+    dtype: str
+    flops_per_s: float
+    bytes_per_s: float
+    layer_s: float = 0.0
+    start_s: float = 0.0
+    unsteady: float = 0.0
+
+
+def measured_layer() -> RunSpec:
+    """A micro batch through one layer, forward and backward."""
+    tiny = catalog.model("llama-tiny")
+    return RunSpec(
+        model=replace(tiny, layers=1, hidden=512, ffn=1408, heads=8, kv_heads=4),
+        gpus=1,
+        layout=Layout(),
+        batch=Batch(seq_len=256, micro_batch=1, global_batch=1),
+        policy=Policy(precision="fp32"),
+        device="cpu",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +131,6 @@ class HardwareProfile:
     sustained_over_s: float
     sustained_dtype: str = "fp32"
     shared: tuple[SharedPoint, ...] = ()
-    hosts: tuple[HostPoint, ...] = ()
     collectives: tuple[CollectivePoint, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
@@ -75,15 +153,17 @@ def read_profile(text: str) -> HardwareProfile:
     check.that(known, "device", profile.device, "must be cpu or cuda")
     check.name(device_name=profile.device_name, host=profile.host, torch=profile.torch,
                made_at=profile.made_at)  # fmt: skip
-    products = tuple(x for point in profile.hosts for x in (*point.products, point.attention))
-    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared, profile.hosts,
-              products, profile.collectives)  # fmt: skip
+    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared,
+              profile.collectives)  # fmt: skip
     for point in (profile, *(point for group in groups for point in group)):
         for field in dataclasses.fields(point):
             value = getattr(point, field.name)
             if isinstance(value, int | float):
                 good = 0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
                 check.that(good, field.name, value, "must be above 0 and finite")
+    layers = [bool(point.layer_s and point.start_s) for point in profile.shared]
+    rule = "says nothing of layers on a CPU"
+    check.that(profile.device == "cuda" or (layers and all(layers)), "shared", None, rule, _AGAIN)
     for point in profile.attentions:
         known, rule = profile.peak(point.dtype), "is a dtype without a measured matrix product"
         check.that(known is not None, "attentions.dtype", point.dtype, rule, _AGAIN)
@@ -154,7 +234,7 @@ def link_of(profile: HardwareProfile, ranks: int, hosts: int = 1) -> tuple[float
 
     One rank has no link; it gets the memory's rate and the launch time, which it never uses.
     """
-    points = _all_reduces(profile, ranks, hosts)
+    points = all_reduces(profile, ranks, hosts)
     if not points:
         return profile.memory_bytes_per_s, profile.launch_s
     n = points[0].ranks
@@ -163,51 +243,7 @@ def link_of(profile: HardwareProfile, ranks: int, hosts: int = 1) -> tuple[float
     return 2.0 * (n - 1) / n * large.payload_bytes / moving_s, start_s / (2.0 * (n - 1))
 
 
-def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
-    """Where a calibration of this machine starts, by the planner's names: shares of measured peaks.
-
-    Only what was measured is named; a fit on runs moves them from here.
-    """
-    peak = profile.peak(profile.sustained_dtype)
-    assert peak is not None, "the burst itself is one"
-    coef = {
-        "gemm": min(0.98, profile.sustained_flops_per_s / peak),  # of the fastest product seen
-        "align": _alignment_loss(profile),
-        "host_s": profile.layer_launch_s,
-    }
-    long = [point for point in profile.attentions if point.head_size >= 64]
-    if long:
-        best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
-        own_peak = profile.peak(best.dtype)
-        assert own_peak is not None, "read_profile refuses attention without products"
-        shape = NEWER_FLASH.share(best, profile.units)
-        coef["flash"] = best.flops_per_s / own_peak / shape
-    points = _all_reduces(profile, 0)
-    if points:
-        coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
-    return coef
-
-
-def _alignment_loss(profile: HardwareProfile) -> float:
-    """Speed lost per power of two that the width misses 64, from products of nearly equal size."""
-    losses = []
-    for odd in profile.gemms:
-        for even in profile.gemms:
-            near = all(
-                abs(a - b) <= 0.03 * b
-                for a, b in ((odd.m, even.m), (odd.n, even.n), (odd.k, even.k))
-            )
-            missed = _missed_powers(odd)
-            if odd.dtype == even.dtype and near and missed and not _missed_powers(even):
-                losses.append((1.0 - odd.flops_per_s / even.flops_per_s) / missed)
-    return max(0.0, sorted(losses)[len(losses) // 2]) if losses else 0.0
-
-
-def _missed_powers(point: GemmPoint) -> int:
-    return sum(max(0, 7 - (size & -size).bit_length()) for size in (point.n, point.k))
-
-
-def _all_reduces(profile: HardwareProfile, ranks: int, hosts: int = 1) -> list[CollectivePoint]:
+def all_reduces(profile: HardwareProfile, ranks: int, hosts: int = 1) -> list[CollectivePoint]:
     """All-reduces over the measured number of ranks nearest to the asked one, small ones first."""
     of_hosts = [point for point in profile.collectives if point.hosts == hosts]
     points = [point for point in of_hosts if point.op == "all-reduce"]

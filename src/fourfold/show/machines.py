@@ -123,7 +123,7 @@ def profile_page(profile: HardwareProfile) -> list[Part]:
 
 
 def _neighbours(profile: HardwareProfile) -> list[Part]:
-    differed = max((point.unsteady for point in profile.hosts), default=0.0)
+    differed = max((point.unsteady for point in profile.shared), default=0.0)
     if differed <= _UNSTEADY:
         return []
     return [

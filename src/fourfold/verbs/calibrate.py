@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 from fourfold.cost.fit.calibration import to_json
-from fourfold.cost.fit.machine import calibration_of
+from fourfold.cost.fit.machine import calibration_of, coefficients_of
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import answers_in, run_job
 from fourfold.launch.permit import gpu_count
 from fourfold.result.files.store import Store
 from fourfold.result.job import Job, Limits
-from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
+from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
@@ -28,7 +28,6 @@ from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 CPU_RANKS = 4
-_INNER = ("products", "attention")  # of a point, points of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +42,9 @@ class Calibrated(Answer):
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each measured point, by kind."""
-        kinds = ("gemms", "attentions", "copies", "collectives", "shared", "hosts")
+        kinds = ("gemms", "attentions", "copies", "collectives", "shared")
         plain = codec.encode(self.profile)
-        rows: list[dict[str, Any]] = []
-        for kind in kinds:
-            for point in plain.get(kind, ()):
-                own = {name: value for name, value in point.items() if name not in _INNER}
-                inner = [*point.get("products", ()), *filter(None, [point.get("attention")])]
-                rows.append({"kind": kind, **own})
-                rows += [{"kind": "host kernels", "ranks": point["ranks"], **one} for one in inner]
-        return rows
+        return [{"kind": kind, **point} for kind in kinds for point in plain[kind]]
 
     def profile_json(self) -> str:
         return codec.to_json(self.profile)

@@ -13,13 +13,13 @@ from statistics import median
 from typing import Any
 
 from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
-from fourfold.result.profile import coefficients_of
 from fourfold.search.legal import require_legal
 from fourfold.search.query import entry_for
 from fourfold.search.stack_names import match_stack

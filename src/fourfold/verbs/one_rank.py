@@ -11,6 +11,7 @@ from typing import Any
 from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
+from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.one_rank import Part
 from fourfold.cost.predict import predictions
@@ -28,7 +29,6 @@ from fourfold.result.one_rank import (
     layer_s,
     micro_s,
 )
-from fourfold.result.profile import coefficients_of
 from fourfold.result.report import RunReport
 from fourfold.result.trace import trace_path
 from fourfold.search.fixes import remedies

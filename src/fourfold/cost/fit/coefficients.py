@@ -79,8 +79,8 @@ MEMORY: tuple[str, ...] = tuple(k.name for k in COEFFICIENTS if k.part == "memor
 
 # Those of our engine on a CPU, which only a profile of one has (step/rates.py): nothing to fit.
 HOST: tuple[str, ...] = (
-    "cpu_product", "cpu_operand_s", "cpu_element_s", "cpu_update_s", "cpu_layer_s", "cpu_wrap_s",
-    "cpu_call_s", "cpu_share", "cpu_gather_s", "cpu_gather_byte_s", "cpu_send_s", "cpu_send_byte_s",
+    "cpu_start_s", "cpu_byte_s", "cpu_share", "cpu_gather_s", "cpu_gather_byte_s", "cpu_send_s",
+    "cpu_send_byte_s",
 )  # fmt: skip
 
 

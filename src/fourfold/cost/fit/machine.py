@@ -1,90 +1,118 @@
 """A hardware profile as a calibration: measured rates where the machine was measured, defaults
-elsewhere, and an interval as wide as that deserves.
-
-What a profile of a CPU says of our engine there, as coefficients of cost/step/rates.py: of
-one rank while as many as the host has do the same.
-"""
+elsewhere, and an interval as wide as that deserves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import hypot, log1p
 
+import numpy as np
+
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, TIME, defaults
 from fourfold.cost.fit.interval import SCATTER
-from fourfold.result.points import (
-    CPU_FLASH,
-    AttentionPoint,
+from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import layer_times
+from fourfold.cost.step.kernels import NEWER_FLASH, misalignment
+from fourfold.result.profile import (
     CollectivePoint,
     GemmPoint,
-    HostPoint,
+    HardwareProfile,
+    SharedPoint,
+    all_reduces,
+    link_of,
+    measured_layer,
+    peak_of,
 )
-from fourfold.result.profile import HardwareProfile, coefficients_of, peak_of
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
+
+def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
+    """Where a calibration of this machine starts, by the planner's names: shares of measured peaks.
+
+    Only what was measured is named; a fit on runs moves them from here.
+    """
+    peak = profile.peak(profile.sustained_dtype)
+    assert peak is not None, "the burst itself is one"
+    coef = {
+        "gemm": min(0.98, profile.sustained_flops_per_s / peak),  # of the fastest product seen
+        "align": _alignment_loss(profile),
+        "host_s": profile.layer_launch_s,
+    }
+    long = [point for point in profile.attentions if point.head_size >= 64]
+    if long:
+        best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
+        own_peak = profile.peak(best.dtype)
+        assert own_peak is not None, "read_profile refuses attention without products"
+        shape = NEWER_FLASH.share(best, profile.units)
+        coef["flash"] = best.flops_per_s / own_peak / shape
+    points = all_reduces(profile, 0)
+    if points:
+        coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
+    return coef
+
+
+def _alignment_loss(profile: HardwareProfile) -> float:
+    """Speed lost per power of two that the width misses 64, from products of nearly equal size."""
+    losses = []
+    for odd in profile.gemms:
+        for even in profile.gemms:
+            near = all(
+                abs(a - b) <= 0.03 * b
+                for a, b in ((odd.m, even.m), (odd.n, even.n), (odd.k, even.k))
+            )
+            missed = _missed(odd)
+            if odd.dtype == even.dtype and near and missed and not _missed(even):
+                losses.append((1.0 - odd.flops_per_s / even.flops_per_s) / missed)
+    return max(0.0, sorted(losses)[len(losses) // 2]) if losses else 0.0
+
+
+def _missed(point: GemmPoint) -> float:
+    return float(misalignment(np.array([point.n, point.k])).sum())
+
+
+# Copies run by the operating system, not by a device driver: no context, no communicator buffers.
+_CPU = {"base_gib": 0.1, "fixed_s": 1e-3, "micro_s": 5e-5}
 # As collectives are called in a step, by what they are called in formulas.
 _CALLED = {"gather": "all-gather", "send": "p2p"}
 
 
-def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
-    """None where the profile is of a GPU or older than these measurements."""
-    if not profile.hosts:
-        return {}
+def point_of(profile: HardwareProfile, ranks: int) -> SharedPoint:
+    """The measured number of ranks nearest to the asked one."""
+    return min(profile.shared, key=lambda point: (abs(point.ranks - ranks), point.ranks))
+
+
+def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, float]:
+    """Of one rank of our engine on a CPU while all of the host do the same (step/rates.py): passes
+    over memory take what a measured layer leaves them."""
+    ranks = cluster.host_gpus
     near = point_of(profile, ranks)
     slower = max(1.0, ranks / near.ranks)  # more ranks than measured: the cores are full already
-    flop_s, operand_s = product_costs(near.products)
-    peak = peak_of(profile, "fp32", ranks)
-    assert peak is not None, "products of every profile are in fp32 too"
-    attention = near.attention
-    coef = {
-        "flash": attention.flops_per_s / slower / peak / _flash_shape(attention),
-        "cpu_product": 1.0 / (peak * slower * flop_s),
-        "cpu_operand_s": slower * operand_s,
-        "cpu_element_s": slower * near.element_s / near.element_bytes,
-        "cpu_update_s": slower * near.update_s / near.update_params,
-        "cpu_layer_s": slower * near.layer_s,
-        "cpu_share": min(1.0, profile.cores / ranks),
-        "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
-    }
+    peak = peak_of(profile, near.dtype, ranks)
+    assert peak is not None, "the product itself is one"
+    coef = (
+        coefficients_of(profile)
+        | _CPU
+        | {
+            "gemm": near.flops_per_s / slower / peak,
+            "cpu_start_s": slower * near.start_s,
+            "cpu_byte_s": 0.0,
+            "cpu_share": min(1.0, profile.cores / ranks),
+            "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
+        }
+    )
     for name, op in _CALLED.items():
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
-    hops = near.ranks - 1
-    gather_s = hops * coef["cpu_gather_s"]
-    # A wrapped layer gathers before either pass and scatters once.
-    sent = near.wrapped_s - near.layer_s - 3.0 * gather_s
-    coef["cpu_wrap_s"] = slower * max(profile.launch_s, sent / 3.0)
-    coef["cpu_call_s"] = slower * max(profile.launch_s, near.called_s - gather_s)
-    return coef
-
-
-def point_of(profile: HardwareProfile, ranks: int) -> HostPoint:
-    """The measured number of ranks nearest to the asked one; a CPU's profile has some."""
-    return min(profile.hosts, key=lambda point: (abs(point.ranks - ranks), point.ranks))
-
-
-def _flash_shape(point: AttentionPoint) -> float:
-    """What cost/step/kernels.py leaves of the rate for short rows and small heads."""
-    rows = point.seq_len / (point.seq_len + CPU_FLASH.forward_keys)
-    return rows * min(1.0, 1.25 * point.head_size / (point.head_size + 32.0)) ** 0.5
-
-
-def product_costs(points: Sequence[GemmPoint]) -> tuple[float, float]:
-    """(seconds per FLOP, seconds per byte of operands) of products that take the sum of both: least
-    squares of relative errors, neither below 0."""
-    rows = [
-        (2.0 * p.m * p.n * p.k / p.seconds, 4.0 * (p.m * p.k + p.n * p.k + p.m * p.n) / p.seconds)
-        for p in points
-    ]
-    ff, fb, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    f, b = (sum(r[i] for r in rows) for i in (0, 1))
-    det = ff * bb - fb * fb
-    flop_s, byte_s = (f * bb - b * fb) / det, (b * ff - f * fb) / det
-    if byte_s <= 0.0 or flop_s <= 0.0:
-        return f / ff, 0.0
-    return flop_s, byte_s
+    base = defaults() | coef
+    c = columns_of([measured_layer()], cluster=cluster, stack="fourfold")
+    rest_s, whole_s = (
+        float(layer_times(c, base | {"cpu_byte_s": byte_s}, micro=c.micro).total[0])
+        for byte_s in (0.0, 1.0)
+    )
+    left = (slower * near.layer_s - rest_s) / (whole_s - rest_s)
+    return coef | {"cpu_byte_s": max(slower / near.bytes_per_s, left)}
 
 
 def _line(
@@ -104,37 +132,26 @@ def _line(
     return small.seconds / hops, moving_s / (share * large.payload_bytes)
 
 
-# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. On
-# CPUs by a GPU's formulas, which is all an older profile has, steps took 0.5 to 2.6 times the
-# prediction.
-HALF_WIDTH = {"cuda": 0.5, "cpu": 1.1}
-# By formulas of their own on a quiet machine (docs/accuracy.md), as printed. What readings of one
-# work differed by comes on top: runs will have such neighbours too.
-_HOST_HALF_WIDTH = 0.2
-# Copies run by the operating system, not by a device driver: no context, no communicator buffers.
-_CPU_BASE_GIB = 0.1
-_CPU_FIXED_S = 1e-3
+# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. What
+# readings of one work on a CPU differed by comes on top: runs will have such neighbours too.
+HALF_WIDTH = 0.5
 
 
 def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     """Coefficients of our own engine on the profiled machine, clipped to what the model allows."""
-    coef = defaults()
+    measured, half = coefficients_of(profile), HALF_WIDTH
     if profile.device == "cpu":
-        coef |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
-    measured = coefficients_of(profile)
-    coef |= measured
-    for name, value in coef.items():
-        coef[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
-    host, half = host_coefficients(profile, cluster.host_gpus), HALF_WIDTH[profile.device]
-    if profile.hosts:
-        unsteady = point_of(profile, cluster.host_gpus).unsteady
-        half = hypot(_HOST_HALF_WIDTH, log1p(unsteady))
+        measured = cpu_coefficients(profile, cluster)
+        half = hypot(half, log1p(point_of(profile, cluster.host_gpus).unsteady))
+    coef = defaults() | measured
+    for name, known in BY_NAME.items():
+        coef[name] = min(max(coef[name], known.low), known.high)
     entry = FittedStack(
         stack="fourfold",
         cluster=cluster.name,
         generation=generation_of(cluster.device),
-        coefficients=coef | host,
-        informed=dict.fromkeys((name for name in measured | host if name in TIME), 1.0),
+        coefficients=coef,
+        informed=dict.fromkeys((name for name in measured if name in TIME), 1.0),
         noise=half / SCATTER,
     )
     return Calibration(

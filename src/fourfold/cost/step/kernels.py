@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.ops.op import Op
-from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, FlashShape
+from fourfold.result.profile import AttentionPoint
 from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
@@ -93,19 +95,51 @@ def grouped_s(op: Op, *, rate: Floats | float, hbm: Floats, is_weights: bool) ->
     return np.maximum(busy, moved / (GROUPED_MEMORY * hbm)) + GROUPED_START_S
 
 
-def attention_s(
-    c: Columns, coef: Coefficients, *, micro: Floats, shape: FlashShape | None = None
-) -> tuple[Floats, Floats]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashShape:
+    """What a flash kernel loses to the shape of its work. It takes 128 rows of one head at a time.
+    Such a block costs so many keys beside its own (half a tile of the diagonal, loading, writing;
+    backwards also gradients that blocks add up), and at the end of a kernel each multiprocessor
+    waits for the last ones as long as `last_blocks` mean blocks take."""
+
+    forward_keys: Any
+    backward_keys: Any
+    backward_rate: Any  # against the forward pass
+    last_blocks: Any
+
+    def filled(self, blocks: Any, sms: Any) -> Any:
+        """The share of its rate that so few blocks leave."""
+        return blocks / (blocks + self.last_blocks * sms)
+
+    def share(self, point: AttentionPoint, sms: int) -> float:
+        """Of a kernel's rate in both passes of a measured shape."""
+        forward = 1.0 + self.forward_keys / point.seq_len
+        backward = (1.0 + self.backward_keys / point.seq_len) / self.backward_rate
+        blocks = point.batch * point.heads * point.seq_len / BLOCK_ROWS
+        return 7.0 / (2.0 * forward + 5.0 * backward) * self.filled(blocks, sms)
+
+
+BLOCK_ROWS = 128.0
+# cuDNN's kernels on an H200 (results/h200/kernels.csv), from 512 to 16,384 tokens and from 256
+# blocks to 4,096: median error 3%, at most 10% but for one shape.
+NEWER_FLASH = FlashShape(
+    forward_keys=400.0, backward_keys=900.0, backward_rate=0.88, last_blocks=1.2
+)
+# FlashAttention 2, which older GPUs run too: keys as measured on the H200. Its last blocks were not
+# measured alone: half of one, as where any multiprocessor takes the next, explains tables of A100.
+FLASH2 = FlashShape(forward_keys=300.0, backward_keys=660.0, backward_rate=0.92, last_blocks=0.5)
+
+
+def attention_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of one layer on one rank, mean over layers with and without a window.
 
     Context parallelism leaves each rank s/c queries and s keys, however they travel. Kernels lose
-    what their kind does to the shape of their work, unless another `shape` is given.
+    what their kind does to the shape of their work.
     """
     head = c.core_width / c.heads
     queries = micro * (c.seq / c.cp) * c.heads / c.tp
     pairs, blocks = queries * c.reach, queries / BLOCK_ROWS
-    losses = shape or _flash_shape(c)
-    flash_f, flash_b = _flash(c, coef, pairs=pairs, head=head, blocks=blocks, shape=losses)
+    flash_f, flash_b = _flash(c, coef, pairs=pairs, head=head, blocks=blocks)
     square_f, square_b = _square(c, coef, pairs=pairs, head=head, micro=micro)
     is_flash = (c.attention != _FUSED) & (c.attention != _UNFUSED)
     # A ring computes in pieces. Gathered keys leave whole rows, cut unevenly by the mask; Ulysses
@@ -138,12 +172,11 @@ def _flash(
     pairs: Floats,
     head: Floats,
     blocks: Floats,
-    shape: FlashShape,
 ) -> tuple[Floats, Floats]:
     """FlashAttention-2 (Dao, arXiv 2307.08691): 4 and 10 FLOP per score and head element, halved by
     the causal mask. Head sizes are padded to 32; small heads, short rows and few blocks of rows are
     slower: multiprocessors that have no block left wait for the last ones."""
-    padded = 32.0 * np.ceil(head / 32.0)
+    shape, padded = _flash_shape(c), 32.0 * np.ceil(head / 32.0)
     small = np.where(padded < 128.0, 1.25 * padded / (padded + 32.0), 1.0) ** coef["small_head"]
     rows = np.where(c.cp_kind == _RING, c.seq / c.cp, c.seq)
     kernel = np.where(c.attention == _FLASH1, coef["flash1"], 1.0)

@@ -27,7 +27,6 @@ from fourfold.cost.step.traffic import (
     ring_s,
     tokens_s,
 )
-from fourfold.result.points import CPU_FLASH, FlashShape
 from fourfold.spec.words import CP_KINDS, DTYPES
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
@@ -46,7 +45,6 @@ class Rates:
 
     c: Columns
     coef: Coefficients
-    flash_shape: FlashShape | None = None
     _known: dict[object, Floats] = field(default_factory=dict)
     # By axis: the last message's bytes, and its seconds.
     _messages: dict[str, tuple[Any, Floats]] = field(default_factory=dict)
@@ -86,7 +84,7 @@ class Rates:
 
     def _core_s(self, phase: Phase, micro: Floats) -> Floats:
         if phase not in self._known:
-            both = attention_s(self.c, self.coef, micro=micro, shape=self.flash_shape)
+            both = attention_s(self.c, self.coef, micro=micro)
             self._known["forward"], self._known["inputs"] = both
         return self._known[phase]
 
@@ -187,36 +185,27 @@ def overlapped_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) 
     return np.where(c.prefetch > 0, together, busy + move)
 
 
-# Of what passes over memory are taken to move: RMSNorm, for one, is six operators.
-_PASSES = 1.5
+# What FSDP takes to wrap a layer for one gather or scatter, against starting the layer's operators.
+_WRAPPED = 0.6
 
 
 def is_cpu(coef: Coefficients) -> bool:
-    return "cpu_layer_s" in coef
+    return "cpu_start_s" in coef
 
 
 def rates_of(c: Columns, coef: Coefficients) -> Rates:
-    return CpuRates(c, coef, CPU_FLASH) if is_cpu(coef) else Rates(c, coef)
+    return CpuRates(c, coef) if is_cpu(coef) else Rates(c, coef)
 
 
 class CpuRates(Rates):
     def product(self, op: Op) -> Floats:
-        """Multiplying, and laying operands side by side."""
-        operands = self.c.act_bytes * (op.m * op.k + op.n * op.k + op.m * op.n)
-        multiply = 2.0 * op.m * op.n * op.k / (self.c.peak * self.coef["cpu_product"])
-        return multiply + operands * self.coef["cpu_operand_s"]
+        return 2.0 * op.m * op.n * op.k / (self.c.peak * self.coef["gemm"])
 
     def grouped_product(self, op: Op) -> Floats:
         return op.groups * self.product(op)
 
-    def copy(self, op: Op) -> Floats:
-        if op.phase == "update":
-            each = self.c.param_bytes * self.coef["cpu_element_s"] + self.coef["cpu_update_s"]
-            return op.m * each
-        return op.bytes * self.coef["cpu_element_s"]
-
     def elementwise(self, op: Op) -> Floats:
-        return _PASSES * self.copy(op)
+        return op.bytes * self.coef["cpu_byte_s"]
 
     norm = cast = elementwise
 
@@ -228,10 +217,8 @@ class CpuRates(Rates):
         return self._collective(op, self.c.cp, op.halves, data=data)
 
     def shard(self, op: Op) -> Floats:
-        """FSDP copies into its buffers and out of them."""
-        copied = 2.0 * op.bytes * self.coef["cpu_element_s"] + self.coef["cpu_wrap_s"]
         size = self.c.shard if op.axis == "shard" else self.c.expert_shard
-        return op.times * (self._collective(op, size, op.halves) + copied)
+        return op.times * self._wrapped(op, size, op.halves)
 
     def replicas(self, op: Op) -> Floats:
         ranks, shards = reduced_ranks(self.c, op.axis.removeprefix("replicas"))
@@ -247,30 +234,30 @@ class CpuRates(Rates):
 
     def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
         """Layer by layer, and the ends."""
-        c, took = self.c, np.zeros(())
-        calls = c.layers / c.pp + 1.0
-        ranks, shards = reduced_ranks(c, reduce.axis.removeprefix("dp"))
-        for op, size in ((reduce, ranks), (gather, shards)):
-            copied = 2.0 * op.bytes * self.coef["cpu_element_s"] + calls * self.coef["cpu_wrap_s"]
-            took = took + op.times * (self._collective(op, size, calls) + copied)
-        return took
+        calls = self.c.layers / self.c.pp + 1.0
+        ranks, shards = reduced_ranks(self.c, reduce.axis.removeprefix("dp"))
+        sizes = ((reduce, ranks), (gather, shards))
+        return sum((op.times * self._wrapped(op, size, calls) for op, size in sizes), np.zeros(()))
+
+    def _wrapped(self, op: Op, size: Floats, calls: Floats) -> Floats:
+        """FSDP copies into its buffers and out of them."""
+        around = 2.0 * op.bytes / self.c.hbm + calls * _WRAPPED * self.coef["cpu_start_s"]
+        return self._collective(op, size, calls) + around
 
     def _collective(
         self, op: Op, size: Floats, calls: Floats, data: Floats | None = None
     ) -> Floats:
-        """Start, hop by hop, and bytes that a rank sends."""
-        data = op.bytes if data is None else data
-        coef, moved = self.coef, op.halves * data * (size - 1.0) / size
-        start = coef["cpu_call_s"] + (size - 1.0) * coef["cpu_gather_s"]
-        took = calls * start + moved * coef["cpu_gather_byte_s"]
-        return np.where(size > 1, took, 0.0)
+        """Hop by hop, and bytes that a rank sends."""
+        moved = op.halves * (op.bytes if data is None else data) * (size - 1.0) / size
+        start = calls * (size - 1.0) * self.coef["cpu_gather_s"]
+        return np.where(size > 1, start + moved * self.coef["cpu_gather_byte_s"], 0.0)
 
     def send(self, op: Op) -> Floats:
         move = self._alone * op.bytes * self.coef["cpu_send_byte_s"]
         return op.times * (self.coef["cpu_send_s"] + move)
 
     def host(self, op: Op) -> Floats:
-        return self.coef["cpu_layer_s"] * (1.0 + self.c.full_ckpt / 3.0)
+        return self.coef["cpu_start_s"] * (1.0 + self.c.full_ckpt / 3.0)
 
     def together(self, busy: Floats, move: Floats, launch: Floats) -> tuple[Floats, Floats]:
         return busy + move, busy + move + launch

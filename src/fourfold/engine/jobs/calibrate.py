@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
-from fourfold.engine.microbench.cpu import host_point
-from fourfold.engine.microbench.device import collectives_of, shared_rates
+from fourfold.engine.microbench.cpu import cpu_rates
+from fourfold.engine.microbench.device import collectives_of, gpu_rates
 from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.process.health import Heartbeat
@@ -70,12 +70,12 @@ def perform(task: Task) -> None:
         plan = _plan(device, task.job.option("quick") == "true")
         alone = _alone(plan, seconds, task.heartbeat)
     dist.barrier(group=sleepers)
-    shared, hosts, collectives = _together(task, device, seconds * _RANKS, sleepers)
+    shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
     collectives += _between(task, device, seconds * _RANKS, sleepers)
     if task.rank == 0:
         facts = machine_facts(device, task.place.cores) | alone
         measured_s = time.perf_counter() - began
-        points = {"shared": shared, "hosts": hosts, "collectives": collectives}
+        points = {"shared": shared, "collectives": collectives}
         task.answer(profile.HardwareProfile(measured_s=measured_s, **points, **facts))
     dist.barrier(group=sleepers)
     task.leave()
@@ -83,15 +83,10 @@ def perform(task: Task) -> None:
 
 def _together(
     task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
-) -> tuple[
-    tuple[profile.SharedPoint, ...],
-    tuple[profile.HostPoint, ...],
-    tuple[profile.CollectivePoint, ...],
-]:
+) -> tuple[tuple[profile.SharedPoint, ...], tuple[profile.CollectivePoint, ...]]:
     """1, 2, 4, ... ranks at work at once; the others sleep until all are done."""
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.local_world]
     shared: list[profile.SharedPoint] = []
-    hosts: list[profile.HostPoint] = []
     collectives: list[profile.CollectivePoint] = []
     for n in sizes:
         ranks = tuple(range(n))
@@ -100,14 +95,15 @@ def _together(
             torch.set_num_threads(max(1, task.place.cores // n))
             task.heartbeat.enter("one rank alone" if n == 1 else f"{n} ranks at once")
             slice_s = seconds / len(sizes)
-            shared.append(shared_rates(device, group, slice_s * 0.2))
             if device.type == "cpu":
-                hosts.append(host_point(group, slice_s * 0.4, task.place.cores))
+                shared.append(cpu_rates(group, slice_s * 0.6, task.place.cores))
+            else:
+                shared.append(gpu_rates(device, group, slice_s * 0.2))
             if n > 1:
                 collectives += collectives_of(device, group, slice_s * 0.4, task.place.cores)
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
-    return tuple(shared), tuple(hosts), tuple(collectives)
+    return tuple(shared), tuple(collectives)
 
 
 def _between(

@@ -117,22 +117,6 @@ def _grouped(x: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weights.shape[-1]
 
 
-def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes that an operator reads and writes, each tensor once; none where it only looks at a
-    tensor in another way or makes an empty one, computes products or attention, or sends."""
-    space, _, name = compat.op_name(func).partition("::")
-    idle = space == "prim" or func.is_view or name in _IDLE or name.startswith(_EMPTY)
-    if idle or is_collective(func) or is_attention(func) or op_flops(func, args, kwargs, out):
-        return 0
-    read = {id(x): x for x in compat.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-    written = [x for x in compat.tree_leaves(out) if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in (*read.values(), *written))
-
-
-_IDLE = {"detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias"}
-_EMPTY = ("empty", "new_empty")
-
-
 def _pairs(query: torch.Tensor, key: torch.Tensor) -> int:
     """Query-key pairs over all query heads; keys may have fewer heads. Layout [B, H, S, D]."""
     return query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
