@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, replace
 
-from fourfold.errors import UserError
 from fourfold.spec import Batch, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device, Link, Peaks
 from fourfold.spec.layout import Layout
@@ -161,34 +160,41 @@ def read_profile(text: str) -> HardwareProfile:
             if isinstance(value, int | float):
                 good = 0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
                 check.that(good, field.name, value, "must be above 0 and finite")
-    layers = [bool(point.layer_s and point.start_s) for point in profile.shared]
-    rule = "says nothing of layers on a CPU"
-    check.that(profile.device == "cuda" or (layers and all(layers)), "shared", None, rule, _AGAIN)
+    rule = "says nothing of ranks at work at once, or of layers on a CPU"
+    told = profile.device == "cuda" or all(p.layer_s and p.start_s for p in profile.shared)
+    check.that(bool(profile.shared) and told, "shared", None, rule, _AGAIN)
     for point in profile.attentions:
         known, rule = profile.peak(point.dtype), "is a dtype without a measured matrix product"
         check.that(known is not None, "attentions.dtype", point.dtype, rule, _AGAIN)
     return profile
 
 
-def peak_of(profile: HardwareProfile, dtype: str, ranks: int) -> float | None:
-    """Of one of `ranks` ranks that share the host."""
-    peak = profile.peak(dtype)
-    return None if peak is None else peak * _share(profile, ranks)
+def shared_by(profile: HardwareProfile, ranks: int) -> SharedPoint:
+    """What each of `ranks` gets: as with the nearest measured number of them. On a CPU as much
+    less as they are more: its cores were full already."""
+    near = min(profile.shared, key=lambda point: (abs(point.ranks - ranks), point.ranks))
+    slower = max(1.0, ranks / near.ranks) if profile.device == "cpu" else 1.0
+    return replace(
+        near,
+        flops_per_s=near.flops_per_s / slower,
+        bytes_per_s=near.bytes_per_s / slower,
+        layer_s=near.layer_s * slower,
+        start_s=near.start_s * slower,
+    )
 
 
 def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:
-    """One rank's device when `ranks` of them share the host; every peak is a measured one."""
-    known = ((name, peak_of(profile, name, ranks)) for name in PEAK_NAMES)
-    peaks = {name: peak for name, peak in known if peak is not None}
-    shared, share = _shared(profile, ranks), _share(profile, ranks)
-    bandwidth = shared.bytes_per_s if shared else profile.memory_bytes_per_s * share
-    on_cpu = profile.device == "cpu"
+    """One rank's device when `ranks` of them share the host; every peak is a measured one. GPUs are
+    not shared."""
+    own, on_cpu = shared_by(profile, ranks), profile.device == "cpu"
+    share = min(1.0, own.flops_per_s / shared_by(profile, 1).flops_per_s) if on_cpu else 1.0
+    peaks = {name: peak * share for name in PEAK_NAMES if (peak := profile.peak(name)) is not None}
     return Device(
         id=f"{profile.device}-this",
         name=profile.device_name,
         peak_flops_per_s=Peaks(**peaks),
         memory_bytes=profile.memory_bytes // (ranks if on_cpu else 1),
-        memory_bytes_per_s=bandwidth,
+        memory_bytes_per_s=own.bytes_per_s,
         sms=max(1, profile.units // (ranks if on_cpu else 1)),
         power_w=_UNBOUND_POWER_W,
         source=f"fourfold calibrate on {profile.host}, {profile.made_at}, torch {profile.torch}, "
@@ -252,20 +258,3 @@ def all_reduces(profile: HardwareProfile, ranks: int, hosts: int = 1) -> list[Co
     nearest = min({point.ranks for point in points}, key=lambda n: (abs(n - ranks), n))
     of_them = [point for point in points if point.ranks == nearest]
     return sorted(of_them, key=lambda point: point.payload_bytes)
-
-
-def _shared(profile: HardwareProfile, ranks: int) -> SharedPoint | None:
-    return next((point for point in profile.shared if point.ranks == ranks), None)
-
-
-def _share(profile: HardwareProfile, ranks: int) -> float:
-    """What part of the lone rank's speed is left to each of `ranks` ranks; GPUs are not shared."""
-    if profile.device != "cpu" or ranks == 1:
-        return 1.0
-    alone, shared = _shared(profile, 1), _shared(profile, ranks)
-    if alone is None:
-        rule = "needs a profile measured with several ranks"
-        raise UserError(rule, field="ranks", value=ranks, hint=_AGAIN)
-    if shared is not None:
-        return min(1.0, shared.flops_per_s / alone.flops_per_s)
-    return min(1.0, 1.0 / ranks)  # more ranks than measured: the cores are full already

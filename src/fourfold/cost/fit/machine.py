@@ -18,11 +18,10 @@ from fourfold.result.profile import (
     CollectivePoint,
     GemmPoint,
     HardwareProfile,
-    SharedPoint,
     all_reduces,
     link_of,
     measured_layer,
-    peak_of,
+    shared_by,
 )
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
@@ -78,30 +77,19 @@ _CPU = {"base_gib": 0.1, "fixed_s": 1e-3, "micro_s": 5e-5}
 _CALLED = {"gather": "all-gather", "send": "p2p"}
 
 
-def point_of(profile: HardwareProfile, ranks: int) -> SharedPoint:
-    """The measured number of ranks nearest to the asked one."""
-    return min(profile.shared, key=lambda point: (abs(point.ranks - ranks), point.ranks))
-
-
 def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, float]:
     """Of one rank of our engine on a CPU while all of the host do the same (step/rates.py): passes
     over memory take what a measured layer leaves them."""
     ranks = cluster.host_gpus
-    near = point_of(profile, ranks)
-    slower = max(1.0, ranks / near.ranks)  # more ranks than measured: the cores are full already
-    peak = peak_of(profile, near.dtype, ranks)
-    assert peak is not None, "the product itself is one"
-    coef = (
-        coefficients_of(profile)
-        | _CPU
-        | {
-            "gemm": near.flops_per_s / slower / peak,
-            "cpu_start_s": slower * near.start_s,
-            "cpu_byte_s": 0.0,
-            "cpu_share": min(1.0, profile.cores / ranks),
-            "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
-        }
-    )
+    own, peak = shared_by(profile, ranks), cluster.device.peak("fp32")
+    coef = coefficients_of(profile) | {
+        **_CPU,
+        "gemm": own.flops_per_s / peak,
+        "cpu_start_s": own.start_s,
+        "cpu_byte_s": 0.0,
+        "cpu_share": min(1.0, profile.cores / ranks),
+        "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
+    }
     for name, op in _CALLED.items():
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
@@ -111,8 +99,8 @@ def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, fl
         float(layer_times(c, base | {"cpu_byte_s": byte_s}, micro=c.micro).total[0])
         for byte_s in (0.0, 1.0)
     )
-    left = (slower * near.layer_s - rest_s) / (whole_s - rest_s)
-    return coef | {"cpu_byte_s": max(slower / near.bytes_per_s, left)}
+    left = (own.layer_s - rest_s) / (whole_s - rest_s)
+    return coef | {"cpu_byte_s": max(1.0 / own.bytes_per_s, left)}
 
 
 def _line(
@@ -142,7 +130,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     measured, half = coefficients_of(profile), HALF_WIDTH
     if profile.device == "cpu":
         measured = cpu_coefficients(profile, cluster)
-        half = hypot(half, log1p(point_of(profile, cluster.host_gpus).unsteady))
+        half = hypot(half, log1p(shared_by(profile, cluster.host_gpus).unsteady))
     coef = defaults() | measured
     for name, known in BY_NAME.items():
         coef[name] = min(max(coef[name], known.low), known.high)
