@@ -57,7 +57,6 @@ HONEST = {
     ("axes", "search/answer.py"): "the order of plain layouts; parts named by their axis",
     ("axes", "search/fixes.py"): "the order in which changes are tried",
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
-    ("context kinds", "engine/trace/steps.py"): "how each is run",
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
     ("schedules", "search/export/torchtitan.py"): "torchtitan's word for each",

@@ -18,9 +18,10 @@ from fourfold.cost.trace import advice, symbols
 from fourfold.cost.trace.advice import advise
 from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.layer import layer_spec
+from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.steps import CP_KINDS, Ask, axis_groups, spans
 from fourfold.cost.trace.symbols import Symbols, stretched_sizes
-from fourfold.cost.trace.walk import PROGRAMS, StepRow, mlp, mlp2d, walk
+from fourfold.cost.trace.walk import PROGRAMS, StepRow, step_rows, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster, stretched
@@ -39,7 +40,7 @@ def ask(**changes: object) -> Ask:
 
 def rows(program_of: object, **changes: object) -> tuple[StepRow, ...]:
     program = program_of(ask(**changes))  # type: ignore[operator]
-    return walk(program, catalog.cluster("nvidia-h100"))
+    return step_rows(program, walk(program), catalog.cluster("nvidia-h100"))
 
 
 def test_ulysses_gives_the_published_peaks() -> None:
@@ -79,7 +80,7 @@ def test_traffic_counts_what_leaves_a_rank() -> None:
     assert sum(row.comm_bytes for row in rows(ulysses)) == 4 * part * 15 // 16
     assert sum(row.comm_bytes for row in rows(allgather)) == 2 * part * 15
     assert sum(row.comm_bytes for row in rows(ring)) == 2 * part * 15
-    by_level = rows(ulysses)[3].messages[0].by_level
+    by_level = rows(ulysses)[3].comm[0].by_link_bytes
     assert by_level == {"nvlink": part * 7 // 16, "network": part * 8 // 16}
     assert all(row.comm_bytes == 0 for row in rows(ring, layout=Layout()))
 
@@ -247,7 +248,8 @@ def test_a_crossover_is_where_the_two_cost_the_same() -> None:
 def test_bytes_are_those_of_the_trace(kind: str) -> None:
     """Forward bytes of the trace; back as much, and gradients of keys but where all is traded."""
     question = asked()
-    forward = sum(row.comm_bytes for row in walk(PROGRAMS[kind](question), H100))
+    program = PROGRAMS[kind](question)
+    forward = sum(row.comm_bytes for row in step_rows(program, walk(program), H100))
     chosen = next(c for c in advise(question, H100).choices if c.kind == kind)
     assert chosen.sent_bytes == (2 if kind == "ulysses" else 3) * forward
 

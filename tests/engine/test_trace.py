@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
+from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps, payload_bytes
 from fourfold.cost.trace.steps import Ask, Kind, generic_cluster
-from fourfold.cost.trace.walk import PROGRAMS, walk
+from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import TraceMeasure
@@ -52,15 +52,15 @@ def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path
     assert measured.wrong == ()
     program = PROGRAMS[kind](question)
     cluster = generic_cluster(4)
-    rows = walk(program, cluster, workspace_bytes=0)
-    pairs = Traced(program, cluster, rows, measured).pairs
-    tensors = [t for row in rows for t in row.tensors if t.name != "block_fp32"]
+    computed = step_rows(program, walk(program), cluster, workspace_bytes=0)
+    pairs = Traced(program, cluster, computed, measured).pairs
+    tensors = [t for row in computed for t in row.tensors if t.name != "block_fp32"]
     assert measured.checked == 4 * len(tensors)
-    for row, pair in zip(rows, pairs, strict=True):
+    for row, pair in zip(computed, pairs, strict=True):
         assert pair.live_bytes == pair.measured.live_bytes
         # gloo may hold a sent buffer while the next is made; the engine's joins also make vectors
         # of one number a row, which no list names.
-        sent = max(t.bytes for t in row.tensors) if row.messages else 0
+        sent = max(t.bytes for t in row.tensors) if row.comm else 0
         vectors = pair.peak_bytes // 50 if question.attention == "flash" else 0
         over = pair.measured.peak_bytes - pair.peak_bytes
         assert 0 <= over <= sent + vectors, pair
@@ -89,15 +89,16 @@ def test_a_layer_sends_and_holds_what_was_computed(layout, kind, sharding) -> No
     assert measured.wrong == ()
     program = layer_program(spec, 0, counts[0])
     cluster = generic_cluster(4)
-    rows = layer_rows(program, spec, counts, cluster, workspace_bytes=0)
-    forward, backward = Traced(program, cluster, rows, measured).pairs
+    steps = layer_steps(program, spec, counts)
+    computed = step_rows(program, steps, cluster, workspace_bytes=0)
+    forward, backward = Traced(program, cluster, computed, measured).pairs
     norms = 2 * 512 // layout.cp // layout.tp * spec.model.hidden * 4
     vectors = 8 * 512 * 8
     for half in (forward, backward):
         kept = norms if half is forward else 0
         assert abs(half.measured.live_bytes - half.live_bytes - kept) <= vectors
     # gloo may hold a sent buffer while the next is made.
-    held = max(message.bytes for row in rows for message in row.messages)
+    held = max(message.bytes for row in computed for message in row.comm)
     over = forward.measured.peak_bytes - forward.peak_bytes - norms
     assert -vectors <= over <= vectors + held
     sent = payload_bytes(counts[0])

@@ -13,10 +13,10 @@ import pytest
 from fourfold.commands.trace import page
 from fourfold.cost.count.params import layer_matmul_params, layer_params
 from fourfold.cost.trace import symbols
-from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec
+from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps
 from fourfold.cost.trace.steps import Program, generic_cluster
 from fourfold.cost.trace.symbols import stretched_sizes
-from fourfold.cost.trace.walk import StepRow
+from fourfold.cost.trace.walk import StepRow, step_rows
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.operators import gpu_kernels
@@ -44,7 +44,8 @@ def trace(spec: RunSpec, rank: int = 0) -> Steps:
     compat.quiet()
     counts = count_layer(spec, rank), count_layer(stretched_sizes(spec), rank)
     program = layer_program(spec, rank, counts[0])
-    return program, layer_rows(program, spec, counts, generic_cluster(spec.gpus))
+    steps = layer_steps(program, spec, counts)
+    return program, step_rows(program, steps, generic_cluster(spec.gpus))
 
 
 def sent_bytes(rows: tuple[StepRow, ...]) -> int:
@@ -166,7 +167,7 @@ def test_rounds_of_a_ring_are_one_step() -> None:
     rounds = next(row for row in rows if row.times > 1)
     assert (rounds.name, rounds.times) == ("attend, block", 5)
     hop = 2 * 2048 * 8 * 128 * 2
-    assert [(m.op, m.bytes) for m in rounds.messages] == [("send", 5 * hop)]
+    assert [(m.op, m.bytes) for m in rounds.comm] == [("send", 5 * hop)]
     assert rounds.flops_rank == 5 * 2 * 2048 * 2048 * 4096
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fourfold.commands.trace import page
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.attention import allgather, ring, ulysses
+from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.steps import CP_KINDS, WORKSPACE_BYTES, Ask, Program
-from fourfold.cost.trace.walk import StepRow, mlp, mlp2d, walk
+from fourfold.cost.trace.walk import StepRow, step_rows, walk
 from fourfold.output import Output, text_of
 from fourfold.spec import catalog
 from fourfold.spec.cluster import stretched
@@ -51,7 +52,8 @@ CASES = st.sampled_from(sorted(PROGRAMS)).flatmap(lambda kind: st.tuples(st.just
 
 def trace(kind: str, ask: Ask) -> tuple[Program, tuple[StepRow, ...]]:
     program = PROGRAMS[kind](ask)
-    return program, walk(program, stretched(catalog.cluster("nvidia-h100"), program.ranks))
+    cluster = stretched(catalog.cluster("nvidia-h100"), program.ranks)
+    return program, step_rows(program, walk(program), cluster)
 
 
 def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fraction:

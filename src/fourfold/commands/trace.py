@@ -10,7 +10,7 @@ from fourfold import files, options
 from fourfold.commands import command
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, AxisGroups, Program, spans
 from fourfold.cost.trace.symbols import bracketed
-from fourfold.cost.trace.walk import StepRow, TensorRow
+from fourfold.cost.trace.walk import StepRow
 from fourfold.events import OnEvent
 from fourfold.output import Output
 from fourfold.show.pictures import trace_picture
@@ -21,7 +21,7 @@ from fourfold.verbs.run_requests import TraceRequest
 
 if TYPE_CHECKING:
     from fourfold.cost.trace.advice import Crossover, KindAdvice, KindTimes
-    from fourfold.result.trace import TraceMeasure
+    from fourfold.result.trace import TensorCount, TraceMeasure
     from fourfold.verbs.trace import ComparedStep, Traced
 
 
@@ -137,7 +137,7 @@ def _members(group: AxisGroups) -> str:
     return f"{shown}; and {more:,} more" if more > 0 else shown
 
 
-def _named(tensor: TensorRow) -> str:
+def _named(tensor: TensorCount) -> str:
     return f"{tensor.name} {tensor.symbolic} = {bracketed(tensor.shape)}"
 
 
@@ -187,8 +187,8 @@ def _step_table(steps: Sequence[tuple[int, StepRow]]) -> Grid:
 def links(row: StepRow) -> str:
     """'nvlink 161.28 MB + network 184.32 MB'; one level needs no number."""
     totals: dict[str, int] = {}
-    for message in row.messages:
-        for name, count in message.by_level.items():
+    for message in row.comm:
+        for name, count in message.by_link_bytes.items():
             totals[name] = totals.get(name, 0) + count
     if len(totals) == 1:
         return next(iter(totals))

@@ -6,6 +6,7 @@ What a profiler's trace of our own engine tells of its run besides events.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -49,9 +50,9 @@ class TraceMeasure:
 
 
 @dataclass(slots=True)
-class LayerTensor:
+class TensorCount:
     """`how`: new, copied, received or view (which has no memory of its own); `named` by a module,
-    else called after the operator that made it."""
+    else called after the operator that made it; `symbolic`: its shape as printed."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,10 +60,15 @@ class LayerTensor:
     how: How
     bytes: int
     named: bool = False
+    symbolic: str = ""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMessage:
+class MessageCount:
     """`bytes` of the whole buffer: what is gathered, exchanged, summed or sent."""
 
     op: Op
@@ -71,17 +77,20 @@ class LayerMessage:
 
 
 @dataclass(slots=True)
-class LayerStep:
-    """`kind`: product, message or attention, whichever came first. `masked_flops` are left out of
-    `flops`: pairs that a causal kernel skips, which a dry run counts."""
+class StepCount:
+    """One step, done `times` over: each of its numbers is of one time, memory of all. `kind`:
+    product, message or attention, whichever came first. `masked_flops` are left out of `flops`:
+    pairs that a causal kernel skips, which a dry run counts."""
 
     name: str
+    formula: str = ""
+    times: int = 1
     kind: str = ""
     operators: tuple[str, ...] = ()
-    tensors: tuple[LayerTensor, ...] = ()
+    tensors: tuple[TensorCount, ...] = ()
     flops: int = 0
     masked_flops: int = 0
-    messages: tuple[LayerMessage, ...] = ()
+    messages: tuple[MessageCount, ...] = ()
     live_bytes: int = 0
     peak_bytes: int = 0
 
@@ -90,7 +99,7 @@ class LayerStep:
 class LayerTrace:
     """One layer of one rank, forward and backward, in order."""
 
-    steps: tuple[LayerStep, ...]
+    steps: tuple[StepCount, ...]
 
 
 # Torch's own name of a step in a trace, which other tools look for; a number follows.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.cost.trace.advice import KindAdvice, advise
-from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
+from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps, payload_bytes
 from fourfold.cost.trace.steps import (
     CP_KINDS,
     WORKSPACE_BYTES,
@@ -17,7 +17,7 @@ from fourfold.cost.trace.steps import (
     Program,
     generic_cluster,
 )
-from fourfold.cost.trace.walk import PROGRAMS, StepRow, walk
+from fourfold.cost.trace.walk import PROGRAMS, StepRow, step_rows, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.local import answers
@@ -131,13 +131,13 @@ _OWN = ("flops_rank", "flops_all", "comm_bytes", "live_bytes", "step_peak_bytes"
 
 
 def _step(row: StepRow) -> dict[str, Any]:
-    plain = codec.encode(row)
-    sent = [
-        {"op": m.op, "group": m.group, "bytes": m.bytes, "by_link_bytes": m.by_level}
-        for m in row.messages
+    tensors = [
+        {name: codec.encode(getattr(tensor, name)) for name in _TENSOR} for tensor in row.tensors
     ]
-    del plain["messages"]
-    return plain | {"comm_bytes": row.comm_bytes, "comm": sent}
+    return codec.encode(row) | {"tensors": tensors, "comm_bytes": row.comm_bytes}
+
+
+_TENSOR = ("name", "symbolic", "shape", "elements", "bytes", "dtype", "how")
 
 
 def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
@@ -150,9 +150,9 @@ def _list(request: TraceRequest, on_event: OnEvent) -> Traced:
     cluster = _cluster(request.cluster, program.ranks)
     asked = {"ask": codec.to_json(ask), "kind": request.kind}
     measured = run_steps(program.ranks, device, on_event, **asked) if device else None
-    rows = walk(program, cluster, workspace_bytes=_workspace(measured))
+    steps = step_rows(program, walk(program), cluster, workspace_bytes=_workspace(measured))
     advice = None if device else _advice(ask, request, cluster)
-    return Traced(program, cluster, rows, measured, advice)
+    return Traced(program, cluster, steps, measured, advice)
 
 
 def _layer(request: TraceRequest, on_event: OnEvent) -> Traced:
@@ -163,8 +163,9 @@ def _layer(request: TraceRequest, on_event: OnEvent) -> Traced:
     counts = count_layer(spec, request.rank, on_event)
     program = layer_program(spec, request.rank, counts[0])
     measured = run_layer(spec, payload_bytes(counts[0]), device, on_event) if device else None
-    rows = layer_rows(program, spec, counts, cluster, workspace_bytes=_workspace(measured))
-    return Traced(program, cluster, rows, measured)
+    counted_steps = layer_steps(program, spec, counts)
+    steps = step_rows(program, counted_steps, cluster, workspace_bytes=_workspace(measured))
+    return Traced(program, cluster, steps, measured)
 
 
 def _workspace(measured: TraceMeasure | None) -> int:

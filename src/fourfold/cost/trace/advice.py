@@ -17,7 +17,7 @@ from fourfold.cost.run import device_facts, fabric_facts
 from fourfold.cost.step.estimate import part_of
 from fourfold.cost.step.rates import Rates
 from fourfold.cost.trace.steps import CP_KINDS, Ask
-from fourfold.cost.trace.walk import PROGRAMS, walk
+from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
 from fourfold.errors import UserError
 from fourfold.spec import words
 from fourfold.spec.cluster import Cluster
@@ -104,11 +104,11 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
     refused: dict[str, str] = {}
     for kind in CP_KINDS:
         try:
-            rows = walk(PROGRAMS[kind](replace(ask, attention="flash")), cluster)
+            program = PROGRAMS[kind](replace(ask, attention="flash"))
         except UserError as error:
             refused[kind] = str(error)
             continue
-        peaks[kind] = rows[-1].peak_bytes
+        peaks[kind] = step_rows(program, walk(program), cluster)[-1].peak_bytes
         limit = cluster.device.memory_bytes
         if peaks[kind] > limit:
             refused[kind] = (

@@ -8,22 +8,26 @@ from itertools import groupby
 from fourfold.cost.trace.steps import (
     Ask,
     AxisGroups,
+    Call,
     Kind,
     Program,
-    Send,
     Step,
-    Tensor,
+    call,
     check_heads,
     check_ulysses,
     divided,
     kv_copies,
+    step,
 )
 
-GROUP = "sequence"
 _N = "tokens/ranks"
-_WHOLE_KV = ("tokens", "kv_heads", "head_size")
-_RING_KV = ("2", _N, "kv_heads", "head_size")
-_PRODUCT = ("2*tokens*tokens*hidden/ranks",)
+_QUERIES = (_N, "heads", "head_size")
+_KEYS = (_N, "kv_heads", "head_size")
+_ALL_KEYS = ("tokens", "kv_heads", "head_size")
+_PAIR = ("2", *_KEYS)
+_ROWS = ("heads", _N)  # a number for every head and query
+_OUT = (*_ROWS, "head_size")
+_JOINED = (_N, "hidden")
 _NAIVE = (
     "naive attention: the N x N scores are kept; forward only, batch 1, full square (no causal "
     "mask), no softmax"
@@ -32,6 +36,32 @@ _FLASH = (
     "flash attention: scores never reach memory; forward only, batch 1; a causal mask leaves half "
     "the square, and every rank the same share of it (tokens dealt out from both ends)"
 )
+_START = (
+    step(
+        "hold",
+        call("input", _JOINED),
+        call("Q", ("hidden", "hidden")),
+        call("K", ("hidden", "kv_heads*head_size")),
+        call("V", ("hidden", "kv_heads*head_size")),
+        call("O", ("hidden", "hidden")),
+        note="input: tokens of this rank; Q, K, V, O: whole on every rank",
+    ),
+    step(
+        "project",
+        call("q = input x Q", _QUERIES),
+        call("k = input x K", _KEYS),
+        call("v = input x V", _KEYS),
+    ),
+)
+_CAST = step("cast", call("out = cast(out_fp32)", _OUT), frees=("out_fp32",))
+
+
+def _end(name: str) -> tuple[Step, Step]:
+    joined = call(f"{name} = by_head({name})", _JOINED)
+    return (
+        step("join heads", joined, note="heads of one token side by side"),
+        step("output", call(f"output = {name} x O", _JOINED)),
+    )
 
 
 def ulysses(ask: Ask) -> Program:
@@ -40,27 +70,26 @@ def ulysses(ask: Ask) -> Program:
     check_ulysses(ask.heads, ask.ranks)
     divided("tokens", ask.tokens, ask.ranks, "every rank holds the same share")
     copies = kv_copies(ask.heads, ask.kv_heads, ask.ranks)
-    sent = ("ranks", _N, "heads/ranks", "head_size")
+    kv = "kv_heads/ranks" if copies == 1 else "kv_heads*kv_copies/ranks"
+    heads = {"q": "heads/ranks", "k": kv, "v": kv}
+    owned = {x: ("ranks", _N, mine, "head_size") for x, mine in heads.items()}
+    whole = {x: ("tokens", mine, "head_size") for x, mine in heads.items()}
+    by_owner = (call(f"{x}_heads = by_owner({x})", owned[x]) for x in heads)
+    exchanged = (call(f"{x}_heads = all_to_all({x}_heads)", whole[x]) for x in heads)
+    # The kernel's result is token-major already, a product's is not.
+    by_token = "parts" if ask.attention == "flash" else "by_token"
+    grouped = call(f"out = {by_token}(out)", owned["q"])
     steps = (
-        *_start(),
-        *_tokens_to_heads("kv_heads/ranks" if copies == 1 else "kv_heads*kv_copies/ranks"),
-        *_attend(ask, heads="heads/ranks", queries="tokens", suffix="_heads"),
-        Step(
-            "group by token",
-            "out = reorder(out): tokens of one rank side by side",
-            (Tensor("out", sent, "copied" if ask.attention == "naive" else "view"),),
-        ),
-        Step(
-            "heads to tokens",
-            "out_tokens = all_to_all(out)",
-            (Tensor("out_tokens", sent, "received"),),
-            sends=(Send("all-to-all", GROUP, sent),),
-        ),
-        _join("out_tokens"),
-        _output("out_tokens"),
+        *_START,
+        step("group by owner", *by_owner, note="heads of one rank side by side"),
+        step("tokens to heads", *exchanged),
+        *_attend(ask, "_heads", heads="heads/ranks", queries="tokens"),
+        step("group by token", grouped, note="tokens of one rank side by side"),
+        step("heads to tokens", call("out_tokens = all_to_all(out)", owned["q"])),
+        *_end("out_tokens"),
     )
     kv_heads = ask.kv_heads * copies // ask.ranks
-    program = _program(ask, "ulysses", steps, ask.heads // ask.ranks, kv_heads)
+    program = _attention(ask, "ulysses", steps, ask.heads // ask.ranks, kv_heads)
     if copies == 1:
         return program
     note = f"kv_copies: KV heads do not deal out to the ranks, each is sent {copies} times"
@@ -68,67 +97,43 @@ def ulysses(ask: Ask) -> Program:
     return replace(program, sizes=sizes, notes=(*program.notes, note))
 
 
-def _tokens_to_heads(kv: str) -> tuple[Step, Step]:
-    """`kv`: KV heads of a rank."""
-    named = {"q": "heads/ranks", "k": kv, "v": kv}
-    sent = {name: ("ranks", _N, heads, "head_size") for name, heads in named.items()}
-    group = Step(
-        "group by owner",
-        "q_heads = reorder(q), same for k and v: heads of one rank side by side",
-        tuple(Tensor(f"{name}_heads", dims, "copied") for name, dims in sent.items()),
+def _attend(ask: Ask, suffix: str, *, heads: str, queries: str) -> tuple[Step, ...]:
+    """Queries of this rank against all keys."""
+    q = f"q{suffix}" if queries == "tokens" else "q"
+    if ask.attention == "flash":
+        text = f"out, lse = attention({q}, k{suffix}, v{suffix})"
+        made = call(text, (queries, heads, "head_size"), (heads, queries))
+        return (step("attend", made, note="lse: its row sums"),)
+    scores, out = (heads, queries, "tokens"), (heads, queries, "head_size")
+    return (
+        step("scores", call(f"scores = {q} x k{suffix}^T", scores)),
+        step("mix", call(f"out = scores x v{suffix}", out)),
     )
-    trade = Step(
-        "tokens to heads",
-        "q_heads = all_to_all(q_heads), same for k and v",
-        tuple(
-            Tensor(f"{name}_heads", ("tokens", heads, "head_size"), "received")
-            for name, heads in named.items()
-        ),
-        sends=tuple(Send("all-to-all", GROUP, dims) for dims in sent.values()),
-    )
-    return group, trade
 
 
 def allgather(ask: Ask) -> Program:
-    """Every rank gathers all keys and values for its own queries (Llama 3, arXiv 2407.21783)."""
+    """Every rank gathers all keys and values for its own queries (Llama 3, arXiv 2407.21783).
+    Each half of the queries looks at all keys before it, and causally at its own: half i of
+    2 x ranks at i chunks whole and half of its own, over both halves the same on every rank."""
     _check_sequence(ask, "allgather")
-    gather = Step(
+    gather = step(
         "gather keys, values",
-        "k_all = all_gather(k), v_all = all_gather(v)",
-        (Tensor("k_all", _WHOLE_KV, "received"), Tensor("v_all", _WHOLE_KV, "received")),
-        sends=(Send("all-gather", GROUP, _WHOLE_KV),) * 2,
+        call("k_all = all_gather(k)", _ALL_KEYS),
+        call("v_all = all_gather(v)", _ALL_KEYS),
     )
-    if ask.attention == "naive":
-        attend = _attend(ask, heads="heads", queries=_N, suffix="_all")
-    else:
-        attend = _spans(ask)
-    steps = (*_start(), gather, *attend, _join("out"), _output("out"))
-    return _program(ask, "allgather", steps, ask.heads, ask.kv_heads)
-
-
-def _spans(ask: Ask) -> tuple[Step, ...]:
-    """Each half of the queries against all keys before it, and causally against its own.
-
-    Half i of 2 x ranks sees i chunks of keys whole and half of its own: over both halves that is
-    the same on every rank.
-    """
-    halves = _block(ask, f"{_N}/2")
-    return (
-        Step(
-            "put in order",
-            "k_all, v_all = tokens in the order of the sequence",
-            (Tensor("k_all", _WHOLE_KV, "copied"), Tensor("v_all", _WHOLE_KV, "copied")),
-        ),
-        Step("start sums", "out_fp32 = 0, lse = -inf", _sums(ask)),
-        Step(
-            "attend",
-            "out_fp32, lse += attention(half of q, keys before it and its own), both halves",
-            halves,
-            flops=_PRODUCT,
-            frees=tuple(tensor.name for tensor in halves),
-        ),
-        _cast(ask),
-    )
+    attend = _attend(ask, "_all", heads="heads", queries=_N)
+    if ask.attention == "flash":
+        ordered = (call(f"{x}_all = in_order({x}_all)", _ALL_KEYS) for x in "kv")
+        halves = _block("attention_of_halves(q, k_all, v_all)", f"{_N}/2")
+        note = "each half of q, keys before it and its own; added to out_fp32, lse"
+        attend = (
+            step("put in order", *ordered, note="tokens in the order of the sequence"),
+            step("start sums", _start_sums()),
+            step("attend", halves, note=note, frees=halves.names),
+            _CAST,
+        )
+    steps = (*_START, gather, *attend, *_end("out"))
+    return _attention(ask, "allgather", steps, ask.heads, ask.kv_heads)
 
 
 def ring(ask: Ask) -> Program:
@@ -136,23 +141,20 @@ def ring(ask: Ask) -> Program:
     is joined in fp32 (Liu et al., arXiv 2310.01889). Tokens are dealt out from both ends, so that
     under a causal mask every round computes half of its block on every rank."""
     _check_sequence(ask, "ring")
-    pack = Step(
-        "pack",
-        "kv = [k, v]: one message a round; out_fp32 = 0",
-        (Tensor("kv", _RING_KV, "copied"), *_sums(ask)),
-    )
-    steps = (*_start(), pack, *_rounds(ask), _cast(ask), _join("out"), _output("out"))
-    return _program(ask, "ring", steps, ask.heads, ask.kv_heads)
+    sums = _start_sums() if ask.attention == "flash" else call("out_fp32 = zeros(q)", _OUT)
+    pack = step("pack", call("kv = stack(k, v)", _PAIR), sums, note="kv: one message a round")
+    steps = (*_START, pack, *_rounds(ask), _CAST, *_end("out"))
+    return _attention(ask, "ring", steps, ask.heads, ask.kv_heads)
 
 
 def _rounds(ask: Ask) -> list[Step]:
     """Every round, equal neighbours folded into one step that is done several times."""
     folded: list[Step] = []
     first = 1
-    for step, run in groupby(_round(ask, number) for number in range(ask.ranks)):
+    for one, run in groupby(_round(ask, number) for number in range(ask.ranks)):
         times = len(list(run))
         name = f"round {first}" if times == 1 else f"rounds {first}-{first + times - 1}"
-        folded.append(replace(step, name=name, times=times))
+        folded.append(replace(one, name=name, times=times))
         first += times
     return folded
 
@@ -161,50 +163,38 @@ def _round(ask: Ask, number: int) -> Step:
     """Keys at hand come from `number` ranks back. From a lower rank only their early half lies
     before ours; from a higher one only our late half lies after theirs."""
     last = number == ask.ranks - 1
-    naive = ask.attention == "naive"
-    late = not naive and number > ask.rank
-    seen = "q, kv" if naive or not number else "late half of q, kv" if late else "q, early kv"
-    blocks = _block(ask, f"{_N}/2" if late else _N)
-    scores = (Tensor("scores", ("heads", _N, _N)),) if naive else ()
-    received = () if last else (Tensor("kv_next", _RING_KV, "received"),)
-    # Full square: 4 tokens tokens hidden / ranks^2 a round; the causal mask leaves half of it.
-    share = 4 if naive else 2
-    what = "scores x kv[v], scores = q x kv[k]^T" if naive else f"attention({seen})"
-    return Step(
+    sent = () if last else (call("kv_next = send(kv)", _PAIR),)
+    if ask.attention == "naive":
+        computed = (
+            call("scores = q x kv[0]^T", (*_ROWS, _N)),
+            call("block = scores x kv[1]", _OUT),
+            call("out_fp32 += block"),
+        )
+        note = ""
+    else:
+        late = number > ask.rank
+        seen = "q, kv" if not number else "late q, kv" if late else "q, early kv"
+        computed = (_block(f"attention_of_block({seen})", f"{_N}/2" if late else _N),)
+        note = "added to out_fp32, lse"
+    return step(
         "round",
-        f"out_fp32 += {what}" + ("" if last else "; meanwhile kv_next arrives"),
-        (*received, *scores, *blocks),
-        flops=(f"{share}*tokens*tokens*hidden/ranks/ranks",),
-        sends=() if last else (Send("send", GROUP, _RING_KV),),
-        frees=tuple(tensor.name for tensor in (*scores, *blocks)),
+        *sent,
+        *computed,
+        note=note,
+        frees=tuple(name for made in computed for name in made.names),
         moves=() if last else (("kv_next", "kv"),),
     )
 
 
-def _sums(ask: Ask) -> tuple[Tensor, ...]:
-    """Running result of attention in blocks."""
-    out = Tensor("out_fp32", ("heads", _N, "head_size"), dtype=ask.wide)
-    row = Tensor("lse", ("heads", _N), dtype=ask.wide)
-    return (out, row) if ask.attention == "flash" else (out,)
+def _start_sums() -> Call:
+    """Running result of attention in blocks, and its row sums."""
+    return call("out_fp32, lse = start_sums(q)", _OUT, _ROWS)
 
 
-def _block(ask: Ask, queries: str) -> tuple[Tensor, ...]:
-    """One block's result; with a softmax also its row sums and its share of the sum, widened."""
-    out = Tensor("block", ("heads", queries, "head_size"))
-    if ask.attention == "naive":
-        return (out,)
-    row = Tensor("block_lse", ("heads", queries), dtype=ask.wide)
-    return out, row, Tensor("block_fp32", out.dims, dtype=ask.wide)
-
-
-def _cast(ask: Ask) -> Step:
-    out = Tensor("out", ("heads", _N, "head_size"), "copied")
-    return Step("cast", f"out = {ask.dtype}(out_fp32)", (out,), frees=("out_fp32",))
-
-
-def _join(name: str) -> Step:
-    formula = f"{name} = reorder({name}): heads of one token side by side"
-    return Step("join heads", formula, (Tensor(name, (_N, "hidden"), "copied"),))
+def _block(text: str, queries: str) -> Call:
+    """One block's result, its row sums and its share of the sum, widened."""
+    out = ("heads", queries, "head_size")
+    return call(f"block, block_lse, block_fp32 = {text}", out, out[:2], out)
 
 
 def _check_sequence(ask: Ask, kind: str) -> None:
@@ -214,7 +204,7 @@ def _check_sequence(ask: Ask, kind: str) -> None:
     divided("tokens", ask.tokens, chunks, f"{kind} cuts the sequence into equal chunks")
 
 
-def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], heads: int, kv_heads: int) -> Program:
+def _attention(ask: Ask, kind: Kind, steps: tuple[Step, ...], heads: int, kv_heads: int) -> Program:
     """The sequence group is the whole world, whatever axes it is made of."""
     sizes = {name: getattr(ask, name) for name in ("tokens", "hidden", "heads", "kv_heads")}
     return Program(
@@ -222,49 +212,9 @@ def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], heads: int, kv_heads
         ranks=ask.ranks,
         sizes=sizes | {"head_size": ask.hidden // ask.heads, "ranks": ask.ranks},
         dtype=ask.dtype,
-        groups=(AxisGroups(GROUP, (tuple(range(ask.ranks)),)),),
+        groups=(AxisGroups("sequence", (tuple(range(ask.ranks)),)),),
         steps=steps,
         per_rank={"heads": heads, "kv_heads": kv_heads, "tokens": ask.tokens // ask.ranks},
         rank=ask.rank,
         notes=(_NAIVE if ask.attention == "naive" else _FLASH,),
-    )
-
-
-def _start() -> tuple[Step, Step]:
-    square, narrow = ("hidden", "hidden"), ("hidden", "kv_heads*head_size")
-    weights = (("Q", square), ("K", narrow), ("V", narrow), ("O", square))
-    hold = Step(
-        "hold",
-        "input: tokens of this rank; Q, K, V, O: whole on every rank",
-        (Tensor("input", (_N, "hidden")), *(Tensor(*weight) for weight in weights)),
-    )
-    kv_flops = "2*tokens*hidden*kv_heads*head_size/ranks"
-    kv = (_N, "kv_heads", "head_size")
-    project = Step(
-        "project",
-        "q = input x Q, k = input x K, v = input x V",
-        (Tensor("q", (_N, "heads", "head_size")), Tensor("k", kv), Tensor("v", kv)),
-        flops=("2*tokens*hidden*hidden/ranks", kv_flops, kv_flops),
-    )
-    return hold, project
-
-
-def _output(source: str) -> Step:
-    output = Tensor("output", (_N, "hidden"))
-    return Step("output", f"output = {source} x O", (output,), ("2*tokens*hidden*hidden/ranks",))
-
-
-def _attend(ask: Ask, *, heads: str, queries: str, suffix: str) -> tuple[Step, ...]:
-    """Queries of this rank against all keys: tokens*tokens*hidden/ranks multiply-adds a product."""
-    queried = f"q{suffix}" if queries == "tokens" else "q"
-    if ask.attention == "flash":
-        out = Tensor("out", (queries, heads, "head_size"))
-        row = Tensor("lse", (heads, queries), dtype=ask.wide)
-        formula = f"out = attention({queried}, k{suffix}, v{suffix}), lse = its row sums"
-        return (Step("attend", formula, (out, row), _PRODUCT),)
-    scores = Tensor("scores", (heads, queries, "tokens"))
-    out = Tensor("out", (heads, queries, "head_size"))
-    return (
-        Step("scores", f"scores = {queried} x k{suffix}^T", (scores,), _PRODUCT),
-        Step("mix", f"out = scores x v{suffix}", (out,), _PRODUCT),
     )

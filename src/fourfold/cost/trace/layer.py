@@ -1,25 +1,21 @@
-"""A whole decoder layer as its dry run counted it (engine/trace/layer.py): the ledger's steps as
-rows, its tensors with symbols, its messages with links."""
+"""A whole decoder layer as its dry run counted it (engine/trace/layer.py): the ledger's steps, its
+tensors with symbols."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from math import prod
 from operator import attrgetter
 
 from fourfold.cost.trace.steps import (
-    WORKSPACE_BYTES,
     Program,
     axis_groups,
     expert_axis_groups,
     kv_copies,
 )
 from fourfold.cost.trace.symbols import Symbols, bracketed, stretched_sizes
-from fourfold.cost.trace.walk import StepRow, TensorRow, message
-from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
+from fourfold.result.trace import LayerTrace, StepCount, TensorCount
 from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -142,45 +138,30 @@ def payload_bytes(trace: LayerTrace) -> tuple[int, int]:
     return sum(sent[:turn]), sum(sent[turn:])
 
 
-def layer_rows(
-    program: Program,
-    spec: RunSpec,
-    counts: tuple[LayerTrace, LayerTrace],
-    cluster: Cluster,
-    *,
-    workspace_bytes: int = WORKSPACE_BYTES,
-) -> tuple[StepRow, ...]:
-    """Every step in numbers and symbols; equal steps in a row are one, `times` over."""
+def layer_steps(
+    program: Program, spec: RunSpec, counts: tuple[LayerTrace, LayerTrace]
+) -> tuple[StepCount, ...]:
+    """The ledger's steps with symbols; equal steps in a row are one, `times` over."""
     trace, second = counts
     other_sizes = _sizes(stretched_sizes(spec), second)
     if not _alike(trace, second):  # sizes of 1 may take another way through torch
         second, other_sizes = trace, program.sizes
     symbols = Symbols(program.sizes, other_sizes)
-    rows: list[StepRow] = []
-    workspace = peak = 0
     pairs = zip(trace.steps, second.steps, strict=True)
+    steps = []
     for _, group in itertools.groupby(pairs, key=lambda pair: _CONTENT(pair[0])):
         repeats = list(group)
-        (step, other), times = repeats[-1], len(repeats)
-        workspace = workspace_bytes if step.flops else workspace
-        own_peak = max(first.peak_bytes for first, _ in repeats) + workspace
-        peak = max(peak, own_peak)
-        sent = ((m.op, times * m.bytes, program.group(m.group)) for m in step.messages)
-        rows.append(
-            StepRow(
-                name=step.name,
+        step, other = repeats[-1]
+        steps.append(
+            replace(
+                step,
                 formula=_formula(step),
-                times=times,
+                times=len(repeats),
                 tensors=_tensors(step, other, symbols),
-                flops_rank=times * step.flops,
-                flops_all=times * step.flops * program.ranks,
-                messages=tuple(message(*one, cluster, program.rank) for one in sent),
-                live_bytes=step.live_bytes + workspace,
-                step_peak_bytes=own_peak,
-                peak_bytes=peak,
+                peak_bytes=max(first.peak_bytes for first, _ in repeats),
             )
         )
-    return tuple(rows)
+    return tuple(steps)
 
 
 def _alike(one: LayerTrace, two: LayerTrace) -> bool:
@@ -192,13 +173,13 @@ def _alike(one: LayerTrace, two: LayerTrace) -> bool:
     return first == second
 
 
-def _formula(step: LayerStep) -> str:
+def _formula(step: StepCount) -> str:
     if step.name == "hold":
         return "weights as they are kept, tables of positions, this rank's tokens"
     return ", ".join(step.operators) or "one kernel"
 
 
-def _tensors(step: LayerStep, other: LayerStep, symbols: Symbols) -> tuple[TensorRow, ...]:
+def _tensors(step: StepCount, other: StepCount, symbols: Symbols) -> tuple[TensorCount, ...]:
     """What was made on the way to the first step, and has no name, is gone."""
     pairs = zip(step.tensors, other.tensors, strict=True)
     return tuple(
@@ -206,8 +187,8 @@ def _tensors(step: LayerStep, other: LayerStep, symbols: Symbols) -> tuple[Tenso
     )
 
 
-def _tensor(one: LayerTensor, two: LayerTensor, symbols: Symbols) -> TensorRow:
+def _tensor(one: TensorCount, two: TensorCount, symbols: Symbols) -> TensorCount:
     """Without dimensions of 1, the batch's above all."""
     pairs = [pair for pair in zip(one.shape, two.shape, strict=True) if pair != (1, 1)]
-    shape, symbolic = tuple(first for first, _ in pairs), bracketed(symbols.of(pairs))
-    return TensorRow(one.name, symbolic, shape, prod(shape), one.bytes, one.dtype, one.how)
+    shape = tuple(first for first, _ in pairs)
+    return replace(one, shape=shape, symbolic=bracketed(symbols.of(pairs)))

@@ -4,13 +4,13 @@ A tensor is held as long as its name; a step that writes a name in use holds bot
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from fourfold.errors import UserError
-from fourfold.result.trace import How, Op
 from fourfold.spec import catalog, check, words
 from fourfold.spec.cluster import Cluster, stretched
 from fourfold.spec.layout import Layout
@@ -51,44 +51,69 @@ class Ask:
     def ranks(self) -> int:
         return self.layout.world
 
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A formula, as it is printed, counted (walk.py) and run (engine/trace/steps.py), and the
+    symbolic sizes of what it makes: 'q, k = verb(a, b)', 'out = a x b^T', 'sum += a', or the name
+    alone of a tensor that is there from the start."""
+
+    text: str
+    dims: tuple[tuple[str, ...], ...]
+
     @property
-    def wide(self) -> Dtype:
-        """What sums are kept in."""
-        return "fp64" if self.dtype == "fp64" else "fp32"
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.text.partition(" = ")[0].split(", ")) if self.dims else ()
+
+    @property
+    def is_product(self) -> bool:
+        return " x " in self.text
+
+    @property
+    def verb(self) -> str:
+        """Of products 'x' and 'x^T', with an activation 'act(x)'."""
+        if " += " in self.text:
+            return "+="
+        right = self.text.partition(" = ")[2]
+        return _PRODUCT.sub("x", right) if self.is_product else right.partition("(")[0]
+
+    @property
+    def of(self) -> list[str]:
+        """What it works on: the last word of each argument, kv[0] is a part of kv."""
+        if product := _PRODUCT.search(self.text):
+            return [product[1], product[2]]
+        if self.verb == "+=":
+            return self.text.split(" += ")
+        inside = re.search(r"\((.*)\)", self.text)
+        return [part.split()[-1] for part in inside[1].split(", ")] if inside else []
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """`dims` are symbolic sizes; a view has a shape but no memory of its own."""
-
-    name: str
-    dims: tuple[str, ...]
-    how: How = "new"
-    dtype: Dtype | None = None  # None: the trace's own
+_PRODUCT = re.compile(r"(\w+) x ([\w\[\]]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """`dims` is the whole buffer of a collective: what is gathered, exchanged or summed."""
-
-    op: Op
-    group: str
-    dims: tuple[str, ...]
+def call(text: str, *dims: tuple[str, ...]) -> Call:
+    return Call(text, dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`flops` are terms of one rank, 2 per multiply-add of products; `frees` and `moves` end names
-    by hand; `times` repeats the step and leaves memory alone."""
+    """`frees` and `moves` end names by hand; `times` repeats the step and leaves memory alone."""
 
     name: str
-    formula: str
-    tensors: tuple[Tensor, ...]
-    flops: tuple[str, ...] = ()
-    sends: tuple[Send, ...] = ()
+    calls: tuple[Call, ...]
+    note: str = ""
     frees: tuple[str, ...] = ()
     moves: tuple[tuple[str, str], ...] = ()
     times: int = 1
+
+    @property
+    def formula(self) -> str:
+        done = "; ".join(each.text for each in self.calls if "=" in each.text)
+        return ": ".join(text for text in (done, self.note) if text)
+
+
+def step(name: str, *calls: Call, **rest: Any) -> Step:
+    return Step(name, calls, **rest)
 
 
 @dataclass(frozen=True, slots=True)

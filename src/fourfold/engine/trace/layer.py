@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -213,12 +213,12 @@ def _inputs(
     return torch.empty(shape, device=device, dtype=dtype, requires_grad=True), tables
 
 
-Pass = Callable[[Callable[[str], None]], None]
+# What is measured one after the other, by name.
+Actions = Sequence[tuple[str, Callable[[], None]]]
 
 
-def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
-    """The same layer with real tensors: one forward and backward. What it is handed is called after
-    each of the two."""
+def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Callable[[], Actions]:
+    """The same layer with real tensors: one forward and backward, as often as it is begun."""
     decoder = _decoder(spec, world)
     x, tables = _inputs(decoder, spec, world, device)
     parameters = list(decoder.parameters())
@@ -227,14 +227,19 @@ def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
         for parameter in parameters:
             compat.local(parameter).normal_(0.0, 0.02)
 
-    def once(then: Callable[[str], None]) -> None:
+    def begin() -> Actions:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        y = decoder(x, tables)
-        then("forward")
-        d_y = torch.ones_like(y)  # held until after `then`, as where steps are counted
-        _backward(decoder, spec, y, d_y)
-        then("backward")
+        held: list[Tensor] = []  # with the gradient, as where steps are counted
 
-    return once
+        def forward() -> None:
+            held.append(decoder(x, tables))
+
+        def backward() -> None:
+            held.append(torch.ones_like(held[0]))
+            _backward(decoder, spec, *held)
+
+        return (("forward", forward), ("backward", backward))
+
+    return begin

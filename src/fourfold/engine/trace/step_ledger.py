@@ -14,7 +14,7 @@ from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.operators import OPS, is_attention, is_collective
-from fourfold.result.trace import How, LayerMessage, LayerStep, LayerTensor, Op
+from fourfold.result.trace import How, MessageCount, Op, StepCount, TensorCount
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COPIES = ("_to_copy", "cat", "chunk_cat", "clone", "repeat", "repeat_interleave", "stack",
@@ -34,9 +34,9 @@ class StepLedger(Ledger):
         super().__init__(axes)
         # Of autograd's graph, and held only until it goes back.
         self.nodes: set[Any] = set()
-        self.steps: list[LayerStep] = []
-        self._written: dict[int, LayerTensor] = {}
-        self._step = LayerStep(HOLD)
+        self.steps: list[StepCount] = []
+        self._written: dict[int, TensorCount] = {}
+        self._step = StepCount(HOLD)
         self.mark("0")
 
     # Steps.
@@ -55,7 +55,7 @@ class StepLedger(Ledger):
             if ops and not step.flops:
                 step.name += f", {ops}"
             self.steps.append(step)
-        self._step = LayerStep(name)
+        self._step = StepCount(name)
         self.mark(str(len(self.steps)))
         self.phase_bytes[self.phase] = self.live_bytes
 
@@ -94,15 +94,15 @@ class StepLedger(Ledger):
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: self.name(grad, f"d_{name}"))
 
-    def _list(self, tensor: Tensor, name: str, how: How) -> LayerTensor:
+    def _list(self, tensor: Tensor, name: str, how: How) -> TensorCount:
         dtype = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         size = tensor.numel() * tensor.element_size()
-        written = LayerTensor(name, tuple(tensor.shape), dtype, how, size)
+        written = TensorCount(name, tuple(tensor.shape), dtype, how, size)
         if tensor.numel() > 1:
             self._step.tensors += (written,)
         return written
 
-    def _find(self, tensor: Tensor) -> LayerTensor | None:
+    def _find(self, tensor: Tensor) -> TensorCount | None:
         return self._written.get(compat.storage_key(tensor))
 
     # What the ledger sees.
@@ -188,7 +188,7 @@ class StepLedger(Ledger):
         top = self.live_bytes
         for name, shape, dtype in shapes:
             size = prod(shape) * dtype.itemsize
-            self._step.tensors += (LayerTensor(name, shape, _NAMES[dtype], "new", size),)
+            self._step.tensors += (TensorCount(name, shape, _NAMES[dtype], "new", size),)
             top += size
         self.phase_bytes[self.phase] = max(self.phase_bytes[self.phase], top)
 
@@ -201,9 +201,9 @@ def _kind(func: Any, short: str) -> str:
     return "product" if compat.op_packet(func) in flop_registry else ""
 
 
-def _message(axis: str, op: str, size: int, args: tuple[Any, ...]) -> LayerMessage:
+def _message(axis: str, op: str, size: int, args: tuple[Any, ...]) -> MessageCount:
     """An exchange whose rows all go to one rank is a message to it: the hop of a ring."""
     splits = next((each for each in args if isinstance(each, list)), [])  # plain or functional
     if op == "all-to-all" and sum(rows > 0 for rows in splits) == 1:
         op = "send"
-    return LayerMessage(cast(Op, op), axis, size)
+    return MessageCount(cast(Op, op), axis, size)

@@ -1,17 +1,18 @@
-"""Each step of a trace's list, done with the engine's exchanges and attention on named tensors.
+"""The steps of a trace with real tensors: every formula of its list, by the engine's exchanges and
+attention.
 
 N tokens of a rank, H heads, K key/value heads, C head size, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fourfold.cost.trace.steps import Ask, Program
+from fourfold.cost.trace.steps import Ask, Call, Program, Step
 from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import JoinedBlocks
@@ -24,6 +25,10 @@ from fourfold.engine.parallel.groups import (
     start_exchange,
     wait,
 )
+from fourfold.result.trace import StepCount
+
+# Made and dropped inside the engine's joining of blocks: counted in peaks, never seen by name.
+INSIDE = ("block_fp32",)
 
 
 @dataclass
@@ -36,54 +41,68 @@ class TraceRank:
     device: torch.device
     dtype: torch.dtype
     t: dict[str, Tensor] = field(default_factory=dict)
-    joined: JoinedBlocks | None = None
+    sums: Sequence[JoinedBlocks] = ()
     round: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return self.group.size
+    wrong: list[str] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        return self.ask.tokens // self.ranks
+        return self.ask.tokens // self.group.size
+
+    def do(self, step: Step, expected: StepCount) -> None:
+        for left in reversed(range(step.times)):
+            for call in step.calls:
+                self._call(call)
+            for call in step.calls:
+                if call.verb == "send":  # which goes on meanwhile
+                    self.t[call.names[0]] = wait(self.t[call.names[0]])
+            if not left:
+                self.wrong += self._differences(expected)
+            for name in step.frees:
+                self.t.pop(name, None)
+            for source, target in step.moves:
+                self.t[target] = self.t.pop(source)
+
+    def _call(self, call: Call) -> None:
+        sizes = shape(call.dims[0], self.program.sizes) if call.dims else ()
+        made = VERBS[call.verb](self, sizes, *map(self._argument, call.of))
+        made = made if isinstance(made, tuple) else (made,)
+        self.t.update(zip(call.names, made, strict=False))
+
+    def _argument(self, text: str) -> Tensor:
+        name, _, index = text.rstrip("]").partition("[")
+        return self.t[name][int(index)] if index else self.t[name]
+
+    def _differences(self, expected: StepCount) -> list[str]:
+        """Shape and bytes of every tensor the step has written."""
+        wrong = []
+        for tensor in expected.tensors:
+            if tensor.name not in INSIDE:
+                real = self.t[tensor.name]
+                seen = tuple(real.shape), real.numel() * real.element_size()
+                if seen != (tensor.shape, tensor.bytes):
+                    what = f"{seen[0]} of {seen[1]} bytes, not {tensor.shape} of {tensor.bytes}"
+                    wrong.append(f"{expected.name}: {tensor.name} is {what}")
+        return wrong
 
 
-Action = Callable[[TraceRank], None]
-
-
-def _writes(name: str, make: Callable[[TraceRank], Tensor]) -> Action:
-    """A step that makes one tensor."""
-
-    def action(s: TraceRank) -> None:
-        s.t[name] = make(s)
-
-    return action
-
-
-def hold(s: TraceRank) -> None:
+def given(s: TraceRank, sizes: tuple[int, ...]) -> Tensor:
     """Small random values: products of them stay finite in any format."""
-    made = torch.Generator(s.device).manual_seed(s.ask.rank)
-    for tensor in s.program.steps[0].tensors:
-        sizes = shape(tensor.dims, s.program.sizes)
-        wide = torch.randn(sizes, generator=made, device=s.device, dtype=s.dtype)
-        s.t[tensor.name] = wide.mul_(sizes[-1] ** -0.5)
+    return torch.randn(sizes, device=s.device, dtype=s.dtype).mul_(sizes[-1] ** -0.5)
 
 
-def project(s: TraceRank) -> None:
-    size = s.program.sizes["head_size"]
-    for name, weight in (("q", "Q"), ("k", "K"), ("v", "V")):
-        s.t[name] = (s.t["input"] @ s.t[weight]).unflatten(1, (-1, size))
+def product(_: TraceRank, sizes: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
+    """Of scores with values, or of tokens with a weight, of which a list may hold all layers'."""
+    if x.ndim == 3:
+        return _by_heads(x, y.transpose(0, 1))
+    return (x @ (y[0] if y.ndim == 3 else y)).view(sizes)
 
 
-def batched(x_NHC: Tensor) -> Tensor:
-    """Token-major tensors as attention kernels want them: [1, H, N, C], a view."""
-    return x_NHC.transpose(0, 1)[None]
+def scores(_: TraceRank, sizes: tuple[int, ...], q_NHC: Tensor, k_NKC: Tensor) -> Tensor:
+    return _by_heads(q_NHC.transpose(0, 1), k_NKC.permute(1, 2, 0))
 
 
-# Naive attention: whole scores, every query head with its group's keys.
-
-
-def _product(heads_HNC: Tensor, keys_KCM: Tensor) -> Tensor:
+def _by_heads(heads_HNC: Tensor, keys_KCM: Tensor) -> Tensor:
     """[H, N, M]; written group by group, so that keys are never repeated in memory."""
     heads, kv = heads_HNC.shape[0], keys_KCM.shape[0]
     if heads == kv:
@@ -95,168 +114,100 @@ def _product(heads_HNC: Tensor, keys_KCM: Tensor) -> Tensor:
     return out
 
 
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    return _product(queries.transpose(0, 1), keys.permute(1, 2, 0))
-
-
-def _naive(queries: str, keys: str, values: str) -> dict[str, Action]:
-    """The two steps of naive attention between tensors of these names."""
-    return {
-        "scores": _writes("scores", lambda s: _scores(s.t[queries], s.t[keys])),
-        "mix": _writes("out", lambda s: _product(s.t["scores"], s.t[values].transpose(0, 1))),
-    }
-
-
-# Ulysses.
-
-
-def group_by_owner(s: TraceRank) -> None:
-    for name in ("q", "k", "v"):
-        copies = s.program.sizes.get("kv_copies", 1) if name != "q" else 1
-        s.t[f"{name}_heads"] = _by_owner(s.t[name], s.ranks, copies)
-
-
-def _by_owner(x_NHC: Tensor, ranks: int, copies: int) -> Tensor:
+def by_owner(s: TraceRank, sizes: tuple[int, ...], x_NHC: Tensor) -> Tensor:
     """[P, N, H copies / P, C]; a repeated head is written once per owner, never in between."""
+    ranks, _, each, _ = sizes
+    copies = ranks * each // x_NHC.shape[1]
     if copies == 1:
         return torch.stack(x_NHC.chunk(ranks, dim=1))
-    tokens, heads, size = x_NHC.shape
-    each = heads * copies // ranks
-    out = x_NHC.new_empty(ranks, tokens, each, size)
+    out = x_NHC.new_empty(sizes)
     for owner in range(ranks):
-        owned = torch.arange(owner * each, (owner + 1) * each, device=x_NHC.device) // copies
+        owned = torch.arange(owner * each, (owner + 1) * each, device=s.device) // copies
         torch.index_select(x_NHC, 1, owned, out=out[owner])
     return out
 
 
-def _exchanged(s: TraceRank, name: str) -> Tensor:
-    rows = [1] * s.ranks
-    return wait(start_exchange(s.t[name], s.group, rows, rows))
+def all_to_all(s: TraceRank, sizes: tuple[int, ...], x: Tensor) -> Tensor:
+    rows = [1] * s.group.size
+    return wait(start_exchange(x, s.group, rows, rows)).view(sizes)
 
 
-def tokens_to_heads(s: TraceRank) -> None:
-    for name in ("q_heads", "k_heads", "v_heads"):
-        s.t[name] = _exchanged(s, name).flatten(0, 1)
+def transposed(_: TraceRank, sizes: tuple[int, ...], x: Tensor) -> Tensor:
+    """A copy in the new order."""
+    return x.transpose(0, 1).reshape(sizes).contiguous()
 
 
-def attend_heads(s: TraceRank) -> None:
-    inputs = (batched(s.t[f"{name}_heads"]) for name in "qkv")
-    out, lse = blocks.forward(*inputs, causal=True, bias=None)
-    s.t["out"], s.t["lse"] = out[0].transpose(0, 1), lse[0]
+def ordered(s: TraceRank, sizes: tuple[int, ...], x_NKC: Tensor) -> Tensor:
+    parts = x_NKC.unflatten(0, (s.group.size, -1)).transpose(1, 2)[:, None]
+    return in_order(parts, s.tokens // 2)[0].transpose(0, 1)
 
 
-def group_by_token(s: TraceRank) -> None:
-    """From the product's head-major result a copy; the kernel's own is token-major already."""
-    out = s.t["out"] if s.ask.attention == "flash" else s.t["out"].transpose(0, 1)
-    s.t["out"] = out.unflatten(0, (s.ranks, s.tokens)).contiguous()
+# Attention kernels want [1, H, N, C]: a view of token-major tensors.
 
 
-# All-gather and ring.
+def batched(x_NHC: Tensor) -> Tensor:
+    return x_NHC.transpose(0, 1)[None]
 
 
-def gather(s: TraceRank) -> None:
-    for name in ("k", "v"):
-        s.t[f"{name}_all"] = all_gather(s.t[name], s.group, 0)
+def attention(
+    _: TraceRank, sizes: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    out, lse = blocks.forward(batched(q), batched(k), batched(v), causal=True, bias=None)
+    return out[0].transpose(0, 1), lse[0]
 
 
-def put_in_order(s: TraceRank) -> None:
-    for name in ("k_all", "v_all"):
-        parts = s.t[name].unflatten(0, (s.ranks, -1)).transpose(1, 2)[:, None]
-        s.t[name] = in_order(parts, s.tokens // 2)[0].transpose(0, 1)
+def start_sums(s: TraceRank, sizes: tuple[int, ...], q: Tensor) -> tuple[Tensor, Tensor]:
+    s.sums = (JoinedBlocks(batched(q)),)
+    return s.sums[0].out[0], s.sums[0].lse[0]
 
 
-def start_sums(s: TraceRank) -> None:
-    s.joined = JoinedBlocks(batched(s.t["q"]))
-    s.t["out_fp32"], s.t["lse"] = s.joined.out[0], s.joined.lse[0]
-
-
-def attend_spans(s: TraceRank) -> None:
-    q, k, v = (batched(s.t[name]) for name in ("q", "k_all", "v_all"))
+def halves(
+    s: TraceRank, sizes: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = ()
     for span in spans_of(s.group, s.tokens // 2):
-        s.t.pop("block", None)
-        s.t.pop("block_lse", None)
-        _add_block(s, q, k, v, span)
+        del made  # one block at a time
+        made = s.sums[0].attend(batched(q), batched(k), batched(v), span)
+    return tuple(tensor[0] for tensor in made)
 
 
-def _add_block(s: TraceRank, q: Tensor, k: Tensor, v: Tensor, span: blocks.Span) -> None:
-    assert s.joined is not None
-    out, lse = s.joined.attend(q, k, v, span)
-    s.t["block"], s.t["block_lse"] = out[0], lse[0]
-
-
-def pack(s: TraceRank) -> None:
-    s.t["kv"] = torch.stack([s.t["k"], s.t["v"]])
-    if s.ask.attention == "flash":
-        start_sums(s)
-        return
-    heads, size = s.ask.heads, s.program.sizes["head_size"]
-    wide = torch.promote_types(s.t["q"].dtype, torch.float32)
-    s.t["out_fp32"] = s.t["q"].new_zeros(heads, s.tokens, size, dtype=wide)
-
-
-def attend_round(s: TraceRank) -> None:
-    number, kv = s.round, s.t["kv"]
+def block(s: TraceRank, sizes: tuple[int, ...], q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    span = span_of(s.round, s.group.rank, s.group.size, s.tokens)
     s.round += 1
-    following = start_rotate(kv, s.group) if s.round < s.ranks else None
-    if s.ask.attention == "naive":
-        s.t["scores"] = _scores(s.t["q"], kv[0])
-        s.t["block"] = _product(s.t["scores"], kv[1].transpose(0, 1))
-        s.t["out_fp32"].add_(s.t["block"])
-    else:
-        span = span_of(number, s.group.rank, s.ranks, s.tokens)
-        _add_block(s, batched(s.t["q"]), batched(kv[0]), batched(kv[1]), span)
-    if following is not None:
-        s.t["kv_next"] = wait(following)
+    made = s.sums[0].attend(batched(q), batched(kv[0]), batched(kv[1]), span)
+    return tuple(tensor[0] for tensor in made)
 
 
-def cast(s: TraceRank) -> None:
-    s.joined = None
-    s.t["out"] = s.t["out_fp32"].to(s.t["q"].dtype, copy=True)
+def cast(s: TraceRank, sizes: tuple[int, ...], x: Tensor) -> Tensor:
+    s.sums = ()
+    return x.to(s.dtype, copy=True)
 
 
-_BOTH: dict[str, Action] = {
-    "project": project,
-    "output": _writes(
-        "output", lambda s: s.t["out_tokens" if "out_tokens" in s.t else "out"] @ s.t["O"]
-    ),
+def zeros(_: TraceRank, sizes: tuple[int, ...], q: Tensor) -> Tensor:
+    return q.new_zeros(sizes, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+VERBS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+    "": given,
+    "x": product,
+    "act(x)": lambda s, sizes, x, y: product(s, sizes, x, y).relu_(),
+    "x^T": scores,
+    "by_owner": by_owner,
+    "by_token": transposed,
+    "by_head": transposed,
+    "parts": lambda s, sizes, x: x.reshape(sizes),
+    "in_order": ordered,
+    "stack": lambda s, sizes, *parts: torch.stack(parts),
+    "zeros": zeros,
+    "+=": lambda s, sizes, x, y: x.add_(y),
     "cast": cast,
-    "join heads": _writes("out", lambda s: s.t["out"].transpose(0, 1).flatten(1)),  # [N, H C]
+    "attention": attention,
+    "start_sums": start_sums,
+    "attention_of_halves": halves,
+    "attention_of_block": block,
+    "send": lambda s, sizes, x: start_rotate(x, s.group),
+    "all_to_all": all_to_all,
+    "all_gather": lambda s, sizes, x: all_gather(x, s.group, 0),
+    "reduce_scatter": lambda s, sizes, x: reduce_scatter(x, s.group, 0),
+    "all_reduce": lambda s, sizes, x: all_reduce(x, s.group),
 }
-_MLP = {
-    "up": _writes("intermediate", lambda s: (s.t["input"] @ s.t["W1"][0]).relu_()),
-    "down": _writes("partial", lambda s: s.t["intermediate"] @ s.t["W2"][0]),
-}
-ACTIONS: dict[str, dict[str, Action]] = {
-    "ulysses": _BOTH
-    | _naive("q_heads", "k_heads", "v_heads")
-    | {
-        "group by owner": group_by_owner,
-        "tokens to heads": tokens_to_heads,
-        "attend": attend_heads,
-        "group by token": group_by_token,
-        "heads to tokens": _writes("out_tokens", lambda s: _exchanged(s, "out")),
-        "join heads": _writes("out_tokens", lambda s: s.t["out_tokens"].transpose(0, 1).flatten(1)),
-    },
-    "allgather": _BOTH
-    | _naive("q", "k_all", "v_all")
-    | {
-        "gather keys, values": gather,
-        "put in order": put_in_order,
-        "start sums": start_sums,
-        "attend": attend_spans,
-    },
-    "ring": _BOTH | {"pack": pack, "round": attend_round},
-    "mlp": _MLP | {"sum": _writes("output", lambda s: all_reduce(s.t["partial"], s.group))},
-    "mlp2d": _MLP
-    | {
-        "gather": _writes("input", lambda s: all_gather(s.t["input_part"], s.group, 0)),
-        "sum and cut": _writes("output", lambda s: reduce_scatter(s.t["partial"], s.group, 0)),
-    },
-}
-
-
-def action_of(kind: str, step: str) -> Action:
-    """'rounds 2-7' and 'round 1' are the same thing done."""
-    if step == "hold":
-        return hold
-    return ACTIONS[kind]["round" if step.startswith("round") else step]
