@@ -58,7 +58,7 @@ def _planned(one: PlanQuery) -> Columns:
     """The only point of the grid. Laid out for an engine that runs everything, seen by the one that
     was asked for: what an engine refuses is another question."""
     grid = candidates(replace(one, stack="generic"))
-    points = grid.points(np.arange(len(grid.legal_micros)))
+    points = grid.table.points(np.flatnonzero(grid.table.legal))
     assert len(points["pp"]) == 1
     return one.columns(points)
 

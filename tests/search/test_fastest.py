@@ -29,15 +29,16 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.result.profile import cluster_of
 from fourfold.search import near
-from fourfold.search.bounds import cells_of
+from fourfold.search.bounds import bounds_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain
-from fourfold.search.fastest import CELLS, fastest
+from fourfold.search.fastest import AT_ONCE, fastest
 from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points
-from fourfold.search.peaks import WaysTable, peaks
+from fourfold.search.peaks import peaks
 from fourfold.search.query import PlanQuery, usual_cluster, usual_policy
 from fourfold.search.ranking import ASIDE, Ranking, rank_layouts
-from fourfold.search.space import Pool, may_fit, space_of, widest_half
+from fourfold.search.space import may_fit, space_of, widest_half
+from fourfold.search.table import Pool
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
@@ -94,8 +95,8 @@ def few(pool: Pool, mask: np.ndarray) -> Pool:
 
 def whole(query: PlanQuery) -> Pool:
     """Every legal point, each priced on its own."""
-    grid = candidates(query)
-    points: Pool = dict(grid.points(np.arange(len(grid.legal_micros))))
+    table = candidates(query).table
+    points = table.points(np.flatnonzero(table.legal))
     c, limit, entry = query.columns(points), query.limit_bytes, query.entry
     points["peak_bytes"] = peak = memory(c, entry.coefficients).worst_bytes
     points["step_s"] = estimate(c, entry.coefficients).step_s
@@ -195,7 +196,7 @@ def check_beside(ranking: Ranking, ranked: Pool, close: Pool) -> None:
     first_s = ranked["step_s"].min() if len(ranked["pp"]) else 0.0
     same(ranking.near_miss, best_points(few(close, close["step_s"] < first_s), ASIDE, 1))
     sure = few(ranked, ranked["chance"] >= SURE)
-    found = sure_points(ranking.cells, ranking.ranked, np.zeros_like(ranking.ranked), np.inf)
+    found = sure_points(ranking.bounds, ranking.ranked, np.zeros_like(ranking.ranked), np.inf)
     wanted = best_points(sure, PLAYED_SURE, 1)
     same({name: found[name] for name in found if name != "unproven"}, wanted)
 
@@ -205,9 +206,9 @@ def check_fastest(ranking: Ranking, ranked: Pool) -> None:
     fewest = {n: ranked["step_s"][numbers == n].min() for n in np.unique(numbers).tolist()}
     assert ranking.fastest_ways() == fewest
     assert ranking.layouts == len(fewest)
-    space = ranking.cells.space
+    space = ranking.bounds.table
     for keep, variants in ((300, 3), (7, 1), (20, 10)):
-        index, step_s = fastest(ranking.cells, ranking.ranked, keep=keep, variants=variants)
+        index, step_s = fastest(ranking.bounds, ranking.ranked, keep=keep, variants=variants)
         found = {"step_s": step_s, "peak_bytes": space.peak_bytes(index)}
         some = best_points(space.points(index) | found, keep, variants)
         same(some, best_points(ranked, keep, variants))
@@ -258,20 +259,16 @@ def test_no_point_on_cores_is_faster_than_its_bound(model: str, bytes_per_s: flo
 
 
 def check_bounds(query: PlanQuery) -> None:
-    cells = cells_of(space_of(query, candidates(query), Bar(ignore, ""), every=True))
-    mask = cells.space.legal
-    cell = cells.holding(mask)
-    index, place = cells.points(cell, mask)
-    assert np.array_equal(np.sort(index), np.flatnonzero(mask))
-    bound = cells.bound_s(index, cell[place])
-    points = cells.space.points(index)
+    bounds = bounds_of(candidates(query).table)
+    index = np.flatnonzero(bounds.table.legal)
+    bound, points = bounds.of(index), bounds.table.points(index)
     is_host = "cpu_start_s" in query.entry.coefficients
     if len(index):
         entry = query.entry
         step_s = estimate(query.columns(points), entry.coefficients).step_s
         assert (bound <= step_s).all()
-        some = cells.gathering(cell[place])
-        assert (cells.gathered_s(index[some]) <= step_s[some]).all()
+        some = bounds.is_rough(index)
+        assert (bounds.closer(index[some]) <= step_s[some]).all()
         assert some.any() or not ((points["zero"] == 3) & (points["shard"] > 1)).any() or is_host
 
 
@@ -281,10 +278,8 @@ def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> N
     """Of every legal point: bytes of the state and of all else, and the three verdicts on them."""
     device = replace(query.cluster.device, memory_bytes=int(gib * 2**30))
     query = replace(query, cluster=replace(query.cluster, device=device))
-    grid = candidates(query)
-    space = space_of(query, grid, Bar(ignore, ""), every=True)
-    table = WaysTable(query, space.rows, space.ways, space.legal)
-    peak_bytes, rows = peaks(table, query.entry.coefficients), np.arange(len(space.legal))
+    space = space_of(candidates(query).table, Bar(ignore, ""), every=True)
+    peak_bytes, rows = peaks(space, query.entry.coefficients), np.arange(len(space.legal))
     found = peak_bytes.of(rows, 0.0, np.inf)
     index = np.flatnonzero(space.legal)
     if not len(index):
@@ -343,7 +338,7 @@ def test_bounds_of_memory_leave_few_points_to_count(monkeypatch: pytest.MonkeyPa
     """Of our own engine, whose tensors are counted one by one."""
     sizes = counted(monkeypatch, search.peaks, memory, "worst_bytes")
     query = ask(gpus=64, stack="fourfold", batch=Batch(seq_len=8192, global_batch=256), **PLAIN)
-    space = space_of(query, candidates(query), Bar(ignore, ""), every=True)
+    space = space_of(candidates(query).table, Bar(ignore, ""), every=True)
     assert 0.1 < space.likely.sum() / space.legal.sum() < 0.9
     assert 0 < sum(sizes) < 0.2 * space.legal.sum()
 
@@ -353,5 +348,5 @@ def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch)
     sizes = counted(monkeypatch, search.fastest, estimate, "step_s")
     query = ask("llama-3.1-70b", 1024, batch=Batch(seq_len=8192, global_batch=1024), **PLAIN)
     ranking = rank_layouts(query)
-    assert ranking.ways > 100 * CELLS
+    assert ranking.ways > 100 * AT_ONCE
     assert sum(sizes) < 0.01 * ranking.ways

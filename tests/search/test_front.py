@@ -45,7 +45,7 @@ def test_a_front_against_memory_is_that_of_all_points() -> None:
     query, _ = resolved(replace(SMALL, model="llama-3.1-8b", gpus=8))
     ranking = rank_layouts(query)
     front = memory_front(ranking, 20)
-    every = ranking.cells.space.points(np.flatnonzero(ranking.ranked))
+    every = ranking.bounds.table.points(np.flatnonzero(ranking.ranked))
     c = query.columns(every)
     step_s = estimate(c, query.entry.coefficients).step_s
     peak_bytes = memory(c, query.entry.coefficients).worst_bytes

@@ -62,7 +62,7 @@ def test_the_grid_holds_exactly_what_why_not_allows(stack: str) -> None:
     one = ask(gpus=6, stack=stack, model="llama-3.2-1b", policy=Policy())
     one = replace(one, batch=Batch(seq_len=4096, global_batch=24))
     grid = candidates(one)
-    points = grid.points(np.arange(len(grid.legal_micros)))
+    points = grid.table.points(np.flatnonzero(grid.table.legal))
     names = ("pp", "replicate", "shard", "cp", "tp", "cp_kind", "virtual_stages", "zero",
              "recompute", "micro_batch")  # fmt: skip
     got = set(zip(*(points[name].tolist() for name in names), strict=True))

@@ -263,7 +263,7 @@ def _nothing(ranking: Ranking) -> str:
 
 def _least(ranking: Ranking) -> str:
     """What needs least memory, where nothing fits: the table then has every legal point."""
-    space, policy = ranking.cells.space, ranking.query.policy
+    space, policy = ranking.bounds.table, ranking.query.policy
     index = np.flatnonzero(space.legal)
     peak_bytes = space.peak_bytes(index)
     best = int(np.argmin(peak_bytes))

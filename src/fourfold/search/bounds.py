@@ -2,9 +2,6 @@
 when a backward pass of any length hides them. In the pipeline no sharding is faster than one that
 gathers no weights, computed once for all of them; the gathers of a point under zero3 bound it
 closer, and are asked about where the first bound does not settle it.
-
-Points of a table in cells: those that differ only in their copies of the sharded state. Seconds
-in the pipeline are bounded once for a cell, with what the cheapest of its points pays.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.ops.ends import handover
@@ -30,10 +26,17 @@ from fourfold.cost.step.estimate import (
 )
 from fourfold.cost.step.pipeline import StageTimes
 from fourfold.cost.step.rates import is_cpu, overlapped_s, rates_of
-from fourfold.search.candidates import Ints, Places, repeats, row_numbers
-from fourfold.search.peaks import CHUNK, blocks, on_cores
 from fourfold.search.query import PlanQuery
-from fourfold.search.space import Bools, Space
+from fourfold.search.table import (
+    CHUNK,
+    Bools,
+    Ints,
+    Places,
+    PointTable,
+    alike,
+    blocks,
+    on_cores,
+)
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.words import SHARDINGS
 
@@ -41,96 +44,72 @@ SLACK = 1e-9  # rounding between the bound and the closed form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cells:
-    """Rows of a table in groups that differ in their copies only, with [groups, ways] seconds that
-    no point of a cell undercuts."""
+class Bounds:
+    """Of the points of a table: seconds that none undercuts."""
 
-    space: Space
-    order: Places  # rows of the table, group by group
-    starts: Places  # of each group in `order`
-    counts: Places
-    layouts: Places  # a number from 0 for the layout of each group
-    least_s: Floats
-    more_s: Floats  # of each row: how much more than its group it pays at least
+    table: PointTable
+    layouts: Places  # a number from 0 for the layout of each row
+    least_s: Floats  # [pipes, ways]
     per_step_s: Floats  # of each row, at least, for gradients and updates
     move_s: Floats  # of each row, for the gathers of one layer
     pipe: Places  # of each row
     pipes: Pipes
 
-    def holding(self, mask: Bools) -> Places:
-        """Cells with points of the mask, by their place in `least_s` read row by row."""
-        return np.flatnonzero(_some(mask, self.order, self.starts))
+    def of(self, index: Places) -> Floats:
+        row, way = np.divmod(index, self.least_s.shape[1])
+        return self.least_s[self.pipe[row], way] + self.per_step_s[row]
 
-    def layout(self, cells: Places) -> Places:
-        return self.layouts[cells // self.least_s.shape[1]]
+    def is_rough(self, index: Places) -> Bools:
+        """Points that gather weights, whose bound can be closer."""
+        return self.move_s[index // self.least_s.shape[1]] > 0.0
 
-    def points(self, cells: Places, mask: Bools) -> tuple[Places, Places]:
-        """(points of the mask in these cells, for each the place of its cell among them)."""
-        group, way = np.divmod(cells, mask.shape[1])
-        place, within = repeats(self.counts[group])
-        index = self.order[self.starts[group][place] + within] * mask.shape[1] + way[place]
-        inside = mask.reshape(-1)[index]
-        return index[inside], place[inside]
-
-    def bound_s(self, index: Places, cells: Places) -> Floats:
-        """Seconds that points undercut no more than rounding, given the cell of each."""
-        return self.least_s.reshape(-1)[cells] + self.more_s[index // self.least_s.shape[1]]
-
-    def gathering(self, cells: Places) -> Bools:
-        """Cells whose points gather weights."""
-        return self.move_s[self.order[self.starts[cells // self.least_s.shape[1]]]] > 0.0
-
-    def gathered_s(self, index: Places) -> Floats:
-        """Seconds that points do not undercut, with the weights that each gathers."""
+    def closer(self, index: Places) -> Floats:
+        """With the weights that each point gathers."""
         row, way = np.divmod(index, self.least_s.shape[1])
         least_s = self.pipes.bound_s(self.pipe[row], way, way, self.move_s[row])
         return least_s * (1.0 - SLACK) + self.per_step_s[row]
 
+    def layout(self, index: Places) -> Places:
+        return self.layouts[index // self.least_s.shape[1]]
 
-def _some(mask: Bools, order: Places, starts: Places) -> Bools:
-    """[groups, ways]: whether a group has a point of the mask there."""
-    if not len(starts):
-        return np.zeros((0, mask.shape[1]), dtype=bool)
-    # Eight ways at a time.
-    some = np.bitwise_or.reduceat(np.packbits(mask, axis=1)[order], starts, axis=0)
-    return np.unpackbits(some, axis=1, count=mask.shape[1]).view(bool)
+    def variant(self, index: Places) -> Places:
+        """A number that points share which differ in their copies of the sharded state only."""
+        row, way = np.divmod(index, self.least_s.shape[1])
+        kind = self.pipe[row] * len(SHARDINGS) + self.table.rows["zero"][row]
+        return kind * self.least_s.shape[1] + way
 
 
-def cells_of(space: Space, asked: Bools | None = None) -> Cells:
+def bounds_of(table: PointTable, asked: Bools | None = None) -> Bounds:
     """`asked`: all that is ever looked for among, else every legal point; the bound of what is not
     is of no use."""
-    alike = row_numbers(space.rows, (*LAYOUT, "virtual_stages", "schedule"))
-    _, first, pipe = np.unique(alike, return_index=True, return_inverse=True)
-    pipe = pipe.reshape(-1)
-    number = pipe * len(SHARDINGS) + space.rows["zero"]
-    order = np.argsort(number, kind="stable")
-    number, starts, counts = np.unique(number[order], return_index=True, return_counts=True)
-    _, layouts = np.unique(row_numbers(space.rows, LAYOUT), return_inverse=True)
-    of_group = number // len(SHARDINGS)
-    pipe_starts = starts[np.unique(of_group, return_index=True)[1]]
-    held = _some(space.legal if asked is None else asked, order, pipe_starts)
-    columns = {name: column[first] for name, column in space.rows.items()}
-    pipes = pipes_of(space.query, columns, space.ways)
-    alike = row_numbers(space.rows, ("replicate", "shard", *MODEL_AXES, *EXPERT_AXES, "zero"))
-    _, some, back = np.unique(alike, return_index=True, return_inverse=True)
-    few = {name: column[some] for name, column in space.rows.items()}
-    once = per_step_s(space.query, few)[back.reshape(-1)] * (1.0 - SLACK)
-    least_once = np.minimum.reduceat(once[order], starts) if len(starts) else once
-    more_s = np.empty_like(once)
-    more_s[order] = once[order] - np.repeat(least_once, counts)
-    return Cells(
-        space=space,
-        order=order,
-        starts=starts,
-        counts=counts,
-        layouts=layouts.reshape(-1)[order[starts]],
-        least_s=(pipes.least_s(held) * (1.0 - SLACK))[of_group] + least_once[:, None],
-        more_s=more_s,
-        per_step_s=once,
-        move_s=gathering_s(space.query, few)[back.reshape(-1)],
+    rows = table.rows
+    first, pipe = alike(rows, (*LAYOUT, "virtual_stages", "schedule"))
+    pipes = pipes_of(
+        table.query, {name: column[first] for name, column in rows.items()}, table.ways
+    )
+    held = _some(table.legal if asked is None else asked, pipe, len(first))
+    once, back = alike(rows, ("replicate", "shard", *MODEL_AXES, *EXPERT_AXES, "zero"))
+    few = {name: column[once] for name, column in rows.items()}
+    return Bounds(
+        table=table,
+        layouts=alike(rows, LAYOUT)[1],
+        least_s=pipes.least_s(held) * (1.0 - SLACK),
+        per_step_s=per_step_s(table.query, few)[back] * (1.0 - SLACK),
+        move_s=gathering_s(table.query, few)[back],
         pipe=pipe,
         pipes=pipes,
     )
+
+
+def _some(mask: Bools, group: Places, count: int) -> Bools:
+    """[groups, ways]: whether any row of a group has a point there."""
+    order = np.argsort(group, kind="stable")
+    starts = np.searchsorted(group[order], np.arange(count))
+    if not count:
+        return mask
+    # Eight ways at a time.
+    some = np.bitwise_or.reduceat(np.packbits(mask, axis=1)[order], starts, axis=0)
+    return np.unpackbits(some, axis=1, count=mask.shape[1]).view(bool)
 
 
 LAYOUT = (*MODEL_AXES, *EXPERT_AXES, "cp_kind")  # what makes two rows the same layout; dp follows
@@ -178,7 +157,7 @@ class Pipes:
     head_s: Floats
     embed_s: Floats
 
-    def least_s(self, held: NDArray[np.bool_]) -> Floats:
+    def least_s(self, held: Bools) -> Floats:
         """[pipes, ways] seconds that no sharding undercuts, what happens once a step left out; 0
         where nothing is held."""
         found = np.zeros(held.shape)
@@ -239,8 +218,7 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
     few = {name: pipes[name] for name in LAYOUT}
     few["shard"] = np.minimum(pipes["shard"], 2)
     few["pp"] = np.ones_like(few["shard"])
-    number = row_numbers(few, (*LAYOUT, "shard"))
-    _, first, back = np.unique(number, return_index=True, return_inverse=True)
+    first, back = alike(few, (*LAYOUT, "shard"))
     points: dict[str, Any] = {name: column[first][:, None, None] for name, column in few.items()}
     # One micro batch in a step: then a rank adds nothing up, which no other number undercuts.
     ones = dict.fromkeys(("replicate", "virtual_stages", "zero"), np.ones(1, np.int64))
@@ -256,7 +234,7 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
         query=query,
         rows=pipes,
         ways=ways,
-        layouts=back.reshape(-1),
+        layouts=back,
         sizes=sizes,
         kinds=kinds,
         layer_s=total,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import RuleCase, divisors
+from fourfold.search.table import Ints, PointTable, repeats
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, SIZES, Layout
 from fourfold.spec.run import running_schedule
 from fourfold.spec.words import (
@@ -23,8 +24,6 @@ from fourfold.spec.words import (
     SHARDINGS,
 )
 
-Ints = NDArray[np.int64]
-Places = NDArray[np.intp]
 # Sequences in a micro batch: fine where a step matters, coarse above.
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
@@ -37,33 +36,16 @@ WIDE_EXPERT = 4096  # below, slices of an expert leave products of no size
 _MICRO_RULES = {"micro-divides", "fill", "whole-rounds"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Legal points in two steps: `layouts` (all fields but the last two) and, for each, which of
-    `micros` are legal; every kind of recompute goes with each. `refused` counts points of the
-    whole grid by the first broken rule in the order of REASONS."""
+    """`refused` counts points of the whole grid by the first broken rule in the order of
+    REASONS."""
 
-    layouts: dict[str, Ints]
-    micros: Ints
-    legal_micros: NDArray[np.bool_]  # [layouts, micros]
-    kinds: Ints
+    table: PointTable
+    legal: int
     looked_at: int
     refused: dict[str, int]
     values: dict[str, tuple[int | str, ...]]  # per axis, what was tried
-
-    @property
-    def legal(self) -> int:
-        return int(self.legal_micros.sum()) * len(self.kinds)
-
-    def points(self, rows: NDArray[np.intp]) -> dict[str, Ints]:
-        """Columns by CHOSEN of every legal point of some layouts."""
-        row, place = np.nonzero(self.legal_micros[rows])
-        chosen = rows[row]
-        kinds = len(self.kinds)
-        columns = {name: np.repeat(column[chosen], kinds) for name, column in self.layouts.items()}
-        columns["micro_batch"] = np.repeat(self.micros[place], kinds)
-        columns["recompute"] = np.tile(self.kinds, len(row))
-        return columns
 
 
 def candidates(query: PlanQuery) -> Candidates:
@@ -81,17 +63,20 @@ def candidates(query: PlanQuery) -> Candidates:
     refused = dict(
         zip(REASONS, (counts + micro_counts * len(kinds)).astype(int).tolist(), strict=True)
     )
+    values = _values(grid, micros, kinds)
     kind_ok = _first_reason(case.with_columns({"pp": kinds, "recompute": kinds}), {"recompute"}) < 0
     refused["recompute"] += int(legal_micros.sum()) * int((~kind_ok).sum())
-    some = legal_micros.any(axis=1) & kind_ok.any()
+    kinds = kinds[kind_ok]
+    ways = {"micro_batch": np.repeat(micros, len(kinds)), "recompute": np.tile(kinds, len(micros))}
+    table = PointTable(
+        query=query, rows=layouts, ways=ways, legal=np.repeat(legal_micros, len(kinds), axis=1)
+    )
     return Candidates(
-        layouts={name: column[some] for name, column in layouts.items()},
-        micros=micros,
-        legal_micros=legal_micros[some],
-        kinds=kinds[kind_ok],
+        table=table.only(np.flatnonzero(table.legal.any(axis=1))),
+        legal=int(table.legal.sum()),
         looked_at=int(weight.sum()),
         refused={name: count for name, count in refused.items() if count},
-        values=_values(grid, micros, kinds),
+        values=values,
     )
 
 
@@ -185,21 +170,6 @@ def _with_experts(query: PlanQuery, sizes: Ints) -> Ints:
             both = np.column_stack([np.full(len(sizes), ep), slices])
             parts.append(np.column_stack([sizes, both])[some])
     return np.concatenate(parts)
-
-
-def repeats(counts: NDArray[np.int_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """(row index, repeat index) of rows that are repeated as often as `counts` says."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def row_numbers(rows: dict[str, Ints], names: tuple[str, ...]) -> Ints:
-    """One number for each combination of these fields."""
-    number = np.zeros(len(rows["pp"]), dtype=np.int64)
-    for name in names:
-        places = np.cumsum(np.bincount(rows[name]) > 0)
-        number = number * int(places[-1:].sum()) + places[rows[name]] - 1
-    return number
 
 
 def _decided(

@@ -177,7 +177,7 @@ def _distance(layout: Layout, other: Layout) -> float:
 def nearest(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
     """Legal layouts of the same ranks that need the fewest doublings from this one."""
     open_query = replace(query, fixed={k: v for k, v in query.fixed.items() if k == "micro_batch"})
-    legal = candidates(open_query).layouts
+    legal = candidates(open_query).table.rows
     layouts = {
         Layout(pp=int(pp), shard=int(replicate * shard), cp=int(cp), tp=int(tp))
         for pp, replicate, shard, cp, tp in zip(*(legal[name] for name in SIZES), strict=True)
@@ -197,7 +197,7 @@ def _fitting(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
 def _smallest(ranking: Ranking) -> Smallest:
     """Bytes by kind of the variant that needs least."""
     query = ranking.query
-    points = ranking.grid.points(np.arange(len(ranking.grid.legal_micros)))
+    points = ranking.grid.table.points(np.flatnonzero(ranking.grid.table.legal))
     room = memory(query.columns(points), query.entry.coefficients)
     i = int(np.argmin(room.worst_bytes))
     return Smallest(

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
-from fourfold.search.bounds import Cells
+from fourfold.search.bounds import Bounds
 from fourfold.search.choice import order
 from fourfold.search.fastest import fastest
-from fourfold.search.space import Bools, Places, Pool
+from fourfold.search.table import Bools, Places, Pool
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, SIZES
 from fourfold.spec.run import CHOSEN
 
@@ -41,16 +41,18 @@ class Listed:
     least_s: float
 
 
-def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
-    """One way to run each layout, or more where there are fewer layouts than `least`."""
-    query, points = cells.space.query, {}
+def listed(bounds: Bounds, ranked: Bools, roomy: Bools, new: Bools, least: int) -> Listed:
+    """One way to run each layout, or more where there are fewer layouts than `least`. No others
+    than `roomy` points are 90% sure to fit."""
+    query, points = bounds.table.query, {}
     for variants in (PLAYED_VARIANTS, max(FEW_VARIANTS, least)):
-        points = best_points(pool_of(cells, ranked, new, PLAYED, variants), PLAYED, variants)
+        points = best_points(pool_of(bounds, ranked, new, PLAYED, variants), PLAYED, variants)
         if _size(points) >= max(FEW, least):
             break
     count = max(least, playable(query.columns(points), PLAYED_EVENTS))
     points = only(points, slice(count))
-    points = _with_sure(cells, ranked, new, points, 1.0 - query.risk)
+    roomy = ranked & roomy if 1.0 - query.risk >= SURE else ranked
+    points = _with_sure(bounds, roomy, new, points, 1.0 - query.risk)
     predicted = predictions(query.columns(points), query.entry)
     fits = fit_chance(predicted.columns, query.entry)
     points |= {"step_s": predicted.step_s, "fit_chance": fits}
@@ -73,34 +75,33 @@ def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
     )
 
 
-def _with_sure(cells: Cells, ranked: Bools, new: Bools, points: Pool, at_least: float) -> Pool:
+def _with_sure(bounds: Bounds, roomy: Bools, new: Bools, points: Pool, at_least: float) -> Pool:
     """With the fastest way to run each layout that fits so surely, of the layouts that are fastest
     so. Those that are known already say how fast a further one must be."""
-    query = cells.space.query
+    query = bounds.table.query
     if query.safe or not _size(points):
         return points
     chance = fit_chance(query.columns(points), query.entry)
     known = np.sort(_fewest(only(points, chance >= at_least)))
     most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
-    some = sure_points(cells, ranked, new, most_s, at_least)
+    some = sure_points(bounds, roomy, new, most_s, at_least)
     both = {name: np.concatenate([points[name], some[name]]) for name in points}
     chosen = np.stack([both[name] for name in CHOSEN], axis=1)
     return only(both, np.sort(np.unique(chosen, axis=0, return_index=True)[1]))
 
 
 def sure_points(
-    cells: Cells, ranked: Bools, new: Bools, most_s: float, at_least: float = SURE
+    bounds: Bounds, mask: Bools, new: Bools, most_s: float, at_least: float = SURE
 ) -> Pool:
     """The fastest layouts that fit so surely, each in its fastest such way; `most_s`: of which at
     least as many are known."""
-    space = cells.space
+    table = bounds.table
 
     def is_sure(index: Places) -> Bools:
-        return space.priced(index, lambda c: fit_chance(c, space.query.entry)) >= at_least
+        return table.priced(index, lambda c: fit_chance(c, table.query.entry)) >= at_least
 
-    mask = ranked & space.roomy if at_least >= SURE else ranked
-    index, step_s = fastest(cells, mask, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s)
-    return best_points(_priced(cells, index, step_s, new), PLAYED_SURE, 1)
+    found = fastest(bounds, mask, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s)
+    return best_points(_priced(bounds, *found, new), PLAYED_SURE, 1)
 
 
 def _fewest(points: Pool) -> NDArray[np.float64]:
@@ -120,16 +121,16 @@ def only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
 
 
 def pool_of(
-    cells: Cells, mask: Bools, new: Bools, keep: int, variants: int, most_s: float = np.inf
+    bounds: Bounds, mask: Bools, new: Bools, keep: int, variants: int, most_s: float = np.inf
 ) -> Pool:
     """All that can be among the fastest, with its seconds and bytes."""
-    index, step_s = fastest(cells, mask, keep=keep, variants=variants, most_s=most_s)
-    return _priced(cells, index, step_s, new)
+    index, step_s = fastest(bounds, mask, keep=keep, variants=variants, most_s=most_s)
+    return _priced(bounds, index, step_s, new)
 
 
-def _priced(cells: Cells, index: Places, step_s: NDArray[np.float64], new: Bools) -> Pool:
-    found = {"step_s": step_s, "peak_bytes": cells.space.peak_bytes(index)}
-    return cells.space.points(index) | found | {"unproven": new[np.divmod(index, new.shape[1])]}
+def _priced(bounds: Bounds, index: Places, step_s: NDArray[np.float64], new: Bools) -> Pool:
+    found = {"step_s": step_s, "peak_bytes": bounds.table.peak_bytes(index)}
+    return bounds.table.points(index) | found | {"unproven": new[np.divmod(index, new.shape[1])]}
 
 
 _KEYS = ("cp", "tp", *EXPERT_AXES, "cp_kind")

@@ -6,14 +6,9 @@ bound a point from below and from above, and only what that leaves open is count
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory.held import beside_bytes, layer_bytes, least_state, most_state
@@ -26,55 +21,13 @@ from fourfold.cost.memory.peak import (
 )
 from fourfold.cost.memory.stage import around_bytes, stage_weights, stages
 from fourfold.cost.stacks import stack_defaults
-from fourfold.search.candidates import Ints, Places, row_numbers
-from fourfold.search.query import PlanQuery
+from fourfold.search.table import Bools, Ints, Places, PointTable, alike, blocks, on_cores
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
-
-OnProgress = Callable[[float], None]  # hears what share of some work is done
-T = TypeVar("T")
-R = TypeVar("R")
-MOST_THREADS = 8  # more wait for each other more than they help
-CHUNK = 16384  # points at a time: what they need stays in a core's cache
-
-
-def no_progress(share: float) -> None:
-    """Short work tells nobody."""
-
-
-def on_cores(
-    work: Callable[[T], R], pieces: Iterable[T], tell: OnProgress = no_progress
-) -> list[R]:
-    """work(piece) of each, in their order; NumPy lets threads run side by side."""
-    todo = list(pieces)
-    done: list[R] = []
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for one in pool.map(work, todo) if len(todo) > 1 else map(work, todo):
-            done.append(one)
-            tell(len(done) / len(todo))
-    return done
-
 
 SLACK = 1e-9  # rounding between a bound and the count
 
 
-@dataclass(frozen=True, slots=True)
-class WaysTable:
-    """Every row in every way; `asked` which of them may run."""
-
-    query: PlanQuery
-    rows: dict[str, Ints]
-    ways: dict[str, Ints]
-    asked: NDArray[np.bool_]
-
-    def columns(self, row: Places, way: Places) -> Columns:
-        return self.query.columns(self.points(row, way), is_open=True)
-
-    def points(self, row: Places, way: Places) -> dict[str, Ints]:
-        points = {name: column[row] for name, column in self.rows.items()}
-        return points | {name: column[way] for name, column in self.ways.items()}
-
-
-def peaks(table: WaysTable, coef: Coefficients) -> _Counted | _Halves:
+def peaks(table: PointTable, coef: Coefficients) -> _Counted | _Halves:
     """Bytes of the fullest stage; rounded otherwise than `memory`, which says the same."""
     if stack_defaults(table.query.stack).counted:
         return _counted(table, coef)
@@ -85,25 +38,16 @@ def _groups(rows: dict[str, Ints], *more: str) -> tuple[Places, Places]:
     """(a row of each group, the group of each row): of rows that differ in how the state is
     sharded."""
     known = rows | {"dp": rows["replicate"] * rows["shard"]}
-    number = row_numbers(
-        known, (*MODEL_AXES, *EXPERT_AXES, "dp", "virtual_stages", "schedule", *more)
-    )
-    _, first, group = np.unique(number, return_index=True, return_inverse=True)
-    return first, group.reshape(-1)
+    names = (*MODEL_AXES, *EXPERT_AXES, "dp", "virtual_stages", "schedule", *more)
+    return alike(known, names)
 
 
-def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
-    """Rows in pieces of about as many asked points: rows with as many come together."""
-    widths = asked.sum(axis=1)
-    order = np.argsort(widths, kind="stable")
-    at = 0
-    while at < len(order):
-        rows = order[at : at + max(1, size // max(1, int(widths[order[at]])))]
-        at += len(rows)
-        yield rows
+def _state_columns(table: PointTable) -> Columns:
+    """Of each row, in any way to run it: what its state depends on."""
+    return table.columns(slice(None), slice(1))
 
 
-def _places(asked: NDArray[np.bool_]) -> tuple[Places, Places]:
+def _places(asked: Bools) -> tuple[Places, Places]:
     """(rows, ways) that broadcast to all points asked for: a table of the ways that any row asks
     for, with points that are not among it, or one by one where those would be most of it."""
     way = np.flatnonzero(asked.any(axis=0))
@@ -118,32 +62,32 @@ class _Counted:
     """Tensors one by one, of points that bounds do not settle: `least` in a first backward pass and
     in a later one, and `most`, of each stage."""
 
-    table: WaysTable
+    table: PointTable
     coef: Coefficients
     least: _Halves
     most: _Halves
 
-    def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
+    def may_be_below(self, limit_bytes: float) -> Bools:
         """Rows with points below a limit, and perhaps others."""
         return self.least.may_be_below(limit_bytes)
 
     def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
         """[rows, ways]. Exact from `least_bytes` to `most_bytes`; below, any number below
         `least_bytes`; above, the number or infinity; infinity for points not asked for."""
-        asked, found = self.table.asked[rows], self.most.of(rows, least_bytes, most_bytes)
+        asked, found = self.table.legal[rows], self.most.of(rows, least_bytes, most_bytes)
         settled = asked & (found < least_bytes)
         todo = asked & ~settled & (self.least.of(rows, least_bytes, most_bytes) < most_bytes)
         place, way = np.nonzero(todo)
         found[~settled] = np.inf
-        query, points = self.table.query, self.table.points(rows[place], way)
-        found[place, way] = memory(query.columns(points, is_open=True), self.coef).worst_bytes
+        c = self.table.columns(rows[place], way)
+        found[place, way] = memory(c, self.coef).worst_bytes
         return found
 
 
-def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
-    rows, ways, asked = table.rows, table.ways, table.asked
-    first, group = _groups(rows, "cp_kind")
-    shape = (len(first), len(ways["recompute"]))
+def _counted(table: PointTable, coef: Coefficients) -> _Counted:
+    asked = table.legal
+    first, group = _groups(table.rows, "cp_kind")
+    shape = (len(first), asked.shape[1])
     least, most = (tuple(np.full(shape, np.inf) for _ in range(count)) for count in (6, 3))
 
     def fill(some: Places) -> None:
@@ -157,8 +101,7 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
                 found[cross] = np.where(may_run, held * cached, np.inf)
 
     on_cores(fill, blocks(asked[first]))
-    one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
-    c = table.query.columns(rows | one, is_open=True)
+    c = _state_columns(table)
     base, cached = around_bytes(c, coef)
     every = [stage_weights(c, stage, c.micros) for stage in stages(c, c.micros)]
     below = [held for weights in every for held in least_state(c, weights)]
@@ -186,7 +129,7 @@ class _Halves:
     beside: tuple[Floats, ...]
     least: Floats
 
-    def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
+    def may_be_below(self, limit_bytes: float) -> Bools:
         return (self.state + self.least[self.group]).max(axis=1) < limit_bytes
 
     def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
@@ -199,10 +142,10 @@ class _Halves:
         return found
 
 
-def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
-    rows, ways, asked = table.rows, table.ways, table.asked
-    first, group = _groups(rows)
-    shape = (len(first), len(ways["recompute"]))
+def _halves(table: PointTable, coef: Coefficients) -> _Halves:
+    asked = table.legal
+    first, group = _groups(table.rows)
+    shape = (len(first), asked.shape[1])
     beside = (np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, np.inf))
     params = np.zeros((2, len(first), 3))
 
@@ -220,8 +163,7 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
                 params[kind, some, i] = np.broadcast_to(count, (len(some), 1))[:, 0]
 
     on_cores(fill, blocks(asked[first]))
-    one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
-    c = table.query.columns(rows | one, is_open=True)
+    c = _state_columns(table)
     each = np.zeros((len(group), 3))
     for count, bytes_each in zip(params, weight_bytes(c), strict=True):
         each += (bytes_each * coef["state"])[:, None] * count[group]

@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.cost.columns import Floats
 from fourfold.cost.predict import Predictions
 from fourfold.events import Bar
-from fourfold.search.bounds import Cells, cells_of
+from fourfold.search.bounds import Bounds, bounds_of
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
@@ -20,7 +20,8 @@ from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
 from fourfold.search.near import near_best
 from fourfold.search.query import PlanQuery
-from fourfold.search.space import Bools, Pool, Space, holding, may_fit, space_of, sure, unproven
+from fourfold.search.space import Space, holding, may_fit, space_of, sure, unproven
+from fourfold.search.table import Bools, PointTable, Pool
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen_layout, chosen_policy
@@ -45,7 +46,7 @@ class Ranking:
     unproven_best: Pool  # the fastest of those, at most ASIDE rows
     near_miss: Pool  # faster ones that are over the limit by our best estimate; at most ASIDE rows
     fastest: Pool  # of all that were played, one row or none
-    cells: Cells
+    bounds: Bounds
     ranked: Bools  # of the table's points
     slower: int = 0  # legal points that are too slow to be listed: not looked at
 
@@ -57,14 +58,14 @@ class Ranking:
     @property
     def layouts(self) -> int:
         """Layouts ranked."""
-        return len(np.unique(self.cells.layout(self.cells.holding(self.ranked))))
+        return len(np.unique(self.bounds.layouts[self.ranked.any(axis=1)]))
 
     def fastest_ways(self) -> dict[int, float]:
         """By number of each layout ranked, the closed form's seconds of the fastest way to run
         it."""
-        index, step_s = fastest(self.cells, self.ranked, keep=None, variants=1)
+        index, step_s = fastest(self.bounds, self.ranked, keep=None, variants=1)
         numbers, back = np.unique(
-            layout_numbers(self.cells.space.points(index)), return_inverse=True
+            layout_numbers(self.bounds.table.points(index)), return_inverse=True
         )
         fewest = np.full(len(numbers), np.inf)
         np.minimum.at(fewest, back.reshape(-1), step_s)
@@ -112,15 +113,15 @@ def rank_layouts(query: PlanQuery, *, least: int = 10, whole: bool = False) -> R
     too slow to be listed has its place."""
     grid = candidates(query)
     bar = Bar(query.on_event, f"searching {grid.legal:,} configurations")
-    for near in () if whole else near_best(query, grid, least):
-        space = space_of(query, near.grid, bar, asked=near.asked)
+    for near, limit_s in () if whole else near_best(grid.table, least):
+        space = space_of(near, bar)
         found = _ranking(query, grid, (space, space.likely, space.likely), bar, least)
         sure_fits = found.fits >= sure_line(found.fits, query.risk)
-        quick = np.maximum(found.closed_s, found.step_s) <= near.limit_s
+        quick = np.maximum(found.closed_s, found.step_s) <= limit_s
         known = only(found.points, sure_fits & quick)
         if len(np.unique(layout_numbers(known))) >= least:
-            return _runnable_first(replace(found, slower=grid.legal - int(near.asked.sum())))
-    return _runnable_first(_ranking(query, grid, _fitting(query, grid, bar), bar, least))
+            return _runnable_first(replace(found, slower=grid.legal - int(near.legal.sum())))
+    return _runnable_first(_ranking(query, grid, _fitting(grid.table, bar), bar, least))
 
 
 def _ranking(
@@ -129,20 +130,20 @@ def _ranking(
     space, fits, pool = found
     fitting, left = int(fits.sum()), int(pool.sum())
     bar(0.85)
-    cells = cells_of(space, pool | space.close)
+    bounds = bounds_of(space, pool | space.close)
     new = np.broadcast_to(unproven(space), pool.shape)
     proven = pool & ~new
     use_all = query.explore or not proven.any()
     ranked = pool if use_all else proven
     set_aside = int(pool.sum()) - int(ranked.sum())
-    aside = {} if use_all else _few(pool_of(cells, pool & new, new, ASIDE, 1))
+    aside = {} if use_all else _few(pool_of(bounds, pool & new, new, ASIDE, 1))
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
-    shown = listed(cells, ranked, new, least)
+    shown = listed(bounds, ranked, space.roomy, new, least)
     if set_aside and not (query.safe or (shown.fits >= 1.0 - query.risk).any()):
         # What was never measured is still better than what may not fit.
         use_all, ranked, set_aside, aside = True, pool, 0, {}
-        shown = listed(cells, ranked, new, least)
+        shown = listed(bounds, ranked, space.roomy, new, least)
     return Ranking(
         query=query,
         grid=grid,
@@ -153,9 +154,9 @@ def _ranking(
         dropped=fitting - left,
         set_aside=set_aside,
         unproven_best=aside,
-        near_miss=_near_miss(cells, space.close & ~ranked & (use_all | ~new), new, shown.least_s),
+        near_miss=_near_miss(bounds, space.close & ~ranked & (use_all | ~new), new, shown.least_s),
         fastest=shown.fastest,
-        cells=cells,
+        bounds=bounds,
         ranked=ranked,
     )
 
@@ -178,7 +179,7 @@ def _runnable_first(ranking: Ranking) -> Ranking:
     )
 
 
-def _where(space: Space, mask: Bools) -> Bools:
+def _where(space: PointTable, mask: Bools) -> Bools:
     """What the user's conditions leave; those about seconds are asked once seconds are known."""
     asked = space.query.where
     mask = holding(space, mask, [one for one in asked if "step_s" not in one.names])
@@ -186,24 +187,24 @@ def _where(space: Space, mask: Bools) -> Bools:
     return holding(space, mask, priced, timed(space, np.flatnonzero(mask))) if priced else mask
 
 
-def _fitting(query: PlanQuery, grid: Candidates, bar: Bar) -> tuple[Space, Bools, Bools]:
+def _fitting(table: PointTable, bar: Bar) -> tuple[Space, Bools, Bools]:
     """(the table, what fits by our best estimate, what the user's conditions leave of it); where
     that is nothing, the same of all that may fit."""
-    space = space_of(query, grid, bar)
+    space = space_of(table, bar)
     fits = space.likely
     pool = _where(space, fits)
     if not pool.any():
-        space = space_of(query, grid, bar, every=True)
+        space = space_of(table, bar, every=True)
         fits = may_fit(space)
         pool = _where(space, fits)
     return space, fits, pool
 
 
-def _near_miss(cells: Cells, rivals: Bools, new: Bools, least_s: float) -> Pool:
+def _near_miss(bounds: Bounds, rivals: Bools, new: Bools, least_s: float) -> Pool:
     """The fastest that may fit although our best estimate says no, where nothing ranked is as
     fast."""
-    rivals = _where(cells.space, rivals) if np.isfinite(least_s) else np.zeros_like(rivals)
-    found = _few(pool_of(cells, rivals, new, ASIDE, 1, most_s=least_s))
+    rivals = _where(bounds.table, rivals) if np.isfinite(least_s) else np.zeros_like(rivals)
+    found = _few(pool_of(bounds, rivals, new, ASIDE, 1, most_s=least_s))
     return only(found, found["step_s"] < least_s)
 
 

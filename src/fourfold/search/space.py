@@ -1,17 +1,12 @@
-"""All legal points of a question as one table, and which of them may fit. A row is a layout with
-its virtual stages and sharding, a column a way to run it: a micro batch and a kind of recompute.
-What depends on rows alone, or on ways alone, is computed once for all of its points."""
+"""Which points of a question's table may fit, were measured, and hold by the user's conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.peak import (
@@ -26,103 +21,51 @@ from fourfold.cost.memory.peak import (
 )
 from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
-from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
-from fourfold.search.peaks import CHUNK, WaysTable, blocks, on_cores, peaks
-from fourfold.search.query import PlanQuery
+from fourfold.search.peaks import peaks
+from fourfold.search.table import Bools, Places, PointTable, alike, blocks, on_cores
 from fourfold.spec.expression import Expression, in_gib
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
-Bools = NDArray[np.bool_]
-# Columns by CHOSEN and by what was computed about them.
-Pool = dict[str, NDArray[Any]]
 ROUNDING = 1e-9
 ABOUT = 1.01  # the normal distribution is known to three digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """[rows, ways]: `legal` points may run, `likely` ones fit by our best estimate; no others than
-    `roomy` ones are 90% sure to; `close` ones are above the limit, but an engine that wastes
-    nothing, or whose fragments are as few as they get, would fit: their chance is 10% or more."""
+class Space(PointTable):
+    """`likely` points fit by our best estimate; no others than `roomy` ones are 90% sure to;
+    `close` ones are above the limit, but an engine that wastes nothing, or whose fragments are as
+    few as they get, would fit: their chance is 10% or more."""
 
-    query: PlanQuery
-    rows: dict[str, Ints]
-    ways: dict[str, Ints]
-    legal: Bools
     likely: Bools
     roomy: Bools
     close: Bools
 
-    def points(self, index: Places) -> Pool:
-        """Columns by CHOSEN of points, given by their places in the table read row by row."""
-        row, way = np.divmod(index, self.legal.shape[1])
-        points = {name: column[row] for name, column in self.rows.items()}
-        return points | {name: column[way] for name, column in self.ways.items()}
 
-    def priced(self, index: Places, compute: Callable[[Columns], Floats]) -> Floats:
-        """compute(columns) of each point."""
-
-        def piece(at: int) -> Floats:
-            points = self.points(index[at : at + CHUNK])
-            return compute(self.query.columns(points, is_open=True))
-
-        found = on_cores(piece, range(0, len(index), CHUNK))
-        return np.concatenate(found) if found else np.zeros(0)
-
-    def peak_bytes(self, index: Places) -> Floats:
-        coefficients = self.query.entry.coefficients
-        return self.priced(index, lambda c: memory(c, coefficients).worst_bytes)
-
-
-def ways_of(grid: Candidates) -> dict[str, Ints]:
-    return {
-        "micro_batch": np.repeat(grid.micros, len(grid.kinds)),
-        "recompute": np.tile(grid.kinds, len(grid.micros)),
-    }
-
-
-def space_of(
-    query: PlanQuery,
-    grid: Candidates,
-    bar: Bar,
-    *,
-    every: bool = False,
-    asked: Bools | None = None,
-) -> Space:
-    """Rows with points that fit or are close to it, or every row. `asked`: [layouts, ways] points
-    that are looked at, equal for what shares its pipeline; else all that are legal."""
-    kinds, ways = len(grid.kinds), ways_of(grid)
-    first, back = _alike_in_memory(query, grid.layouts)
-    few = {name: column[first] for name, column in grid.layouts.items()}
-    # Which micro batches are legal does not depend on how context parallelism attends.
-    legal = np.repeat(grid.legal_micros[first], kinds, axis=1) if asked is None else asked[first]
-    likely, roomy, close = _fitting(WaysTable(query, few, ways, legal), bar)
+def space_of(table: PointTable, bar: Bar, *, every: bool = False) -> Space:
+    """Rows with points that fit or are close to it, or every row. Which points are legal is equal
+    for what shares its pipeline."""
+    # How context parallelism attends matters only where tensors are counted one by one.
+    by_kind = stack_defaults(table.query.stack).counted
+    names = tuple(name for name in table.rows if by_kind or name != "cp_kind")
+    first, back = alike(table.rows, names)
+    likely, roomy, close = _fitting(table.only(first), bar)
     some = np.logical_or.reduce(likely | close, axis=1) | every
     used = np.flatnonzero(some[back])
-    back = back[used]
+    few, back = table.only(used), back[used]
     return Space(
-        query=query,
-        rows={name: column[used] for name, column in grid.layouts.items()},
-        ways=ways,
-        legal=legal[back],
+        query=few.query,
+        rows=few.rows,
+        ways=few.ways,
+        legal=few.legal,
         likely=likely[back],
         roomy=roomy[back],
         close=close[back],
     )
 
 
-def _alike_in_memory(query: PlanQuery, rows: dict[str, Ints]) -> tuple[Places, Places]:
-    """(rows that differ in memory, for every row its place among them): how context parallelism
-    attends matters only where tensors are counted one by one."""
-    by_kind = stack_defaults(query.stack).counted
-    names = tuple(name for name in rows if by_kind or name != "cp_kind")
-    _, first, back = np.unique(row_numbers(rows, names), return_index=True, return_inverse=True)
-    return first, back.reshape(-1)
-
-
-def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
+def _fitting(table: PointTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     """(fits by our best estimate, may surely fit, may fit though it is above the limit)."""
-    query, asked = table.query, table.asked
+    query, asked = table.query, table.legal
     entry, limit, lean = query.entry, query.limit_bytes, lean_coefficients(query.entry)
     counted = stack_defaults(query.stack).counted
     usual = peaks(table, entry.coefficients)
@@ -148,9 +91,8 @@ def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     on_cores(check, blocks(asked[near]), bar.part(0.1, 0.8))
     index = np.flatnonzero(tied)
     if len(index):
-        row, way = np.divmod(index, asked.shape[1])
-        peak = memory(query.columns(table.points(row, way)), entry.coefficients).worst_bytes
-        likely[row, way], close[row, way] = peak < limit, peak >= limit
+        peak = table.peak_bytes(index)
+        likely.reshape(-1)[index], close.reshape(-1)[index] = peak < limit, peak >= limit
     return likely, roomy, close
 
 
@@ -162,7 +104,7 @@ def widest_half(entry: FittedStack) -> float:
     return float(np.sqrt((np.log(factors) ** 2).sum() / 2.0 + FRAGMENTS**2))
 
 
-def may_fit(space: Space) -> Bools:
+def may_fit(space: PointTable) -> Bools:
     """All points that fit by a chance of 10% or more. None is asked about that is further above the
     limit than any interval reaches, even if the engine wastes nothing."""
     query, index = space.query, np.flatnonzero(space.legal)
@@ -181,7 +123,7 @@ def sure(space: Space, mask: Bools) -> Bools:
     return kept if kept.any() else mask
 
 
-def _with_chance(space: Space, index: Places, least: float) -> Bools:
+def _with_chance(space: PointTable, index: Places, least: float) -> Bools:
     """Which of these points fit by a chance of `least` or more."""
     chance = space.priced(index, lambda c: fit_chance(c, space.query.entry))
     kept = np.zeros_like(space.legal)
@@ -196,7 +138,7 @@ _DECIDED = {"sharding": "zero", "recompute": "recompute", "cp_kind": "context pa
             "micro_batch": "more than one sequence"}  # fmt: skip
 
 
-def unproven(space: Space) -> Bools:
+def unproven(space: PointTable) -> Bools:
     """Which points make a choice of their own that no measured row of the calibration makes;
     broadcasts against the table."""
     points = {name: column[:, None] for name, column in space.rows.items()}
@@ -214,7 +156,7 @@ def unproven(space: Space) -> Bools:
 
 
 def holding(
-    space: Space, mask: Bools, conditions: list[Expression], step_s: Floats | None = None
+    space: PointTable, mask: Bools, conditions: list[Expression], step_s: Floats | None = None
 ) -> Bools:
     """Points of the mask for which the user's conditions hold."""
     index = np.flatnonzero(mask)

@@ -33,14 +33,14 @@ STEP = 0.02
 def memory_front(ranking: Ranking, most: int) -> Ranking:
     """The ranked points that no other undercuts in both seconds (closed form) and bytes, fastest
     first, each smaller than the one before by 2% of the device or more."""
-    space, mask = ranking.cells.space, ranking.ranked.copy()
+    space, mask = ranking.bounds.table, ranking.ranked.copy()
     peak_bytes = np.full(mask.size, np.inf)
     members = np.flatnonzero(mask)
     peak_bytes[members] = space.peak_bytes(members)
     step = STEP * ranking.query.cluster.device.memory_bytes
     front: list[int] = []
     while mask.any() and len(front) < most:
-        index, step_s = fastest(ranking.cells, mask, keep=1, variants=1)
+        index, step_s = fastest(ranking.bounds, mask, keep=1, variants=1)
         best = int(index[np.lexsort((peak_bytes[index], step_s))[0]])
         front.append(best)
         mask &= (peak_bytes < peak_bytes[best] - step).reshape(mask.shape)
