@@ -26,6 +26,7 @@ from fourfold.search.explain import pipeline_timeline
 from fourfold.search.query import entry_for
 from fourfold.spec import Cluster, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
+from fourfold.units import bytes_per_s_from
 from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import local_guess, named_cluster
 from fourfold.verbs.question import named_axes
@@ -119,7 +120,11 @@ def _request_flags(request: Any) -> Iterator[str]:
         elif value is True:
             yield flag
         else:
-            yield from _words(flag, _text(value))
+            yield from _words(flag, _rate(value) if one.read is bytes_per_s_from else _text(value))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9!r}GB/s"
 
 
 def _words(flag: str, text: str) -> tuple[str, ...]:

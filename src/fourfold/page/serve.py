@@ -18,72 +18,52 @@ from fourfold.page.guard import Guard, Served
 from fourfold.page.plan import PLAN_SCRIPTS
 from fourfold.page.planner import BusyError, Planner, SupersededError, count_ways, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
-from fourfold.spec import catalog, check, texts, words
+from fourfold.spec import Cluster, catalog, check, texts, words
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.layout import EXPERT_AXES
-from fourfold.units import count_from, counted, three_digits
+from fourfold.units import counted, number_from, three_digits
 from fourfold.verbs.question import EXPORTED
-from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
+from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
 
-# Fields of the form; what is empty is left to the planner.
-_NUMBERS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top")
-_TEXTS = ("cluster", "gpu", "stack", "layout")
-_POLICY = ("precision", "sharding", "recompute", "routing", "dispatcher")
+# Fields of the form, read as the flags of 'plan' are; what is empty is left to the planner.
+_FIELDS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top", "cluster", "gpu",
+           "network", "stack", "tokens", "price")  # fmt: skip
+_POLICY = ("precision", "sharding", "recompute", "routing", "dispatcher", "imbalance")
 _MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both
 
 
 def plan_request(asked: Mapping[str, str]) -> PlanRequest:
     """What the form asks, checked: names of the catalogue only, never a path."""
-    given: dict[str, Any] = {"model": _model(asked)}
-    given |= {name: _number(asked, name) for name in _NUMBERS if asked.get(name, "").strip()}
-    given |= {name: asked[name].strip() for name in _TEXTS if asked.get(name, "").strip()}
-    axes = [f"{axis}{_number(asked, axis)}" for axis in EXPERT_AXES if asked.get(axis, "").strip()]
-    given |= {"layout": " ".join([given.get("layout", ""), *axes])} if axes else {}
+    said = {name: text.strip() for name, text in asked.items() if text.strip()}
+    given: dict[str, Any] = {name: said[name].replace(",", "") for name in _FIELDS if name in said}
+    for name in ("seq_len", "global_batch"):
+        check.given(given.get(name), name.replace("_", " "))
     cluster, gpu = given.get("cluster"), given.get("gpu")
     check.that(
         not cluster or cluster in catalog.cluster_names(), "cluster", cluster, "unknown cluster"
     )
     check.that(not gpu or gpu in catalog.device_names(), "gpu", gpu, "unknown GPU")
-    given |= _machines(asked, given)
-    if asked.get("tokens", "").strip():
-        given["tokens"] = count_from(asked["tokens"])
-    if asked.get("price", "").strip():
-        given["price"] = _amount(asked, "price")
-    policy: dict[str, Any] = {name: asked[name] for name in _POLICY if asked.get(name)}
-    if asked.get("imbalance", "").strip():
-        policy["imbalance"] = _amount(asked, "imbalance")
-    given["policy"] = policy
-    if asked.get("where", "").strip():
-        given["where"] = (asked["where"],)
-    given |= {name: True for name in ("safe", "explore", "capacity") if asked.get(name)}
-    for name in ("seq_len", "global_batch"):
-        check.given(name in given, name.replace("_", " "))
-    return PlanRequest(**given)
+    given |= {name: True for name in ("safe", "explore", "capacity") if name in said}
+    if "cluster_file" in said:
+        given |= {"cluster": _cluster(said["cluster_file"]), "gpu": None}
+    axes = [f"{axis}{said[axis]}" for axis in EXPERT_AXES if axis in said]
+    return PlanRequest(
+        model=_model(asked),
+        layout=" ".join([said.get("layout", ""), *axes]).strip(),
+        policy={name: said[name] for name in _POLICY if name in said},
+        where=tuple(said[name] for name in ("where",) if name in said),
+        **given,
+    )
 
 
-def _machines(asked: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A cluster of the user's own: its file as a text, or a GPU of the catalogue on a network."""
-    text, network = asked.get("cluster_file", "").strip(), asked.get("network", "").strip()
-    if text:
-        check.that(len(text) <= _MOST_TEXT, "cluster file", text, "is too long")
-        data = texts.parse(text)
-        device = data.get("device")
-        if isinstance(device, str) and device not in catalog.device_names():
-            raise UserError("unknown GPU", field="device", value=device)
-        return {"cluster": catalog.cluster_from(data), "gpu": None}
-    if not network:
-        return {}
-    if not given.get("gpu"):
-        raise UserError("needs a GPU", field="network", hint="a cluster of the list has its own")
-    device = catalog.device(given["gpu"])
-    gpus = given.get("gpus", device.usual_host_gpus * given.get("max_nodes", 1))
-    host_gpus = min(device.usual_host_gpus, gpus)
-    described = ClusterRequest(
-        name=f"{device.id} at {network}", gpu=device.id, network=network,
-        hosts=-(-gpus // host_gpus), host_gpus=host_gpus,
-        nvlink_ranks=device.domain if device.links else None,
-    )  # fmt: skip
-    return {"cluster": fourfold.new_cluster(described).cluster, "gpu": None}
+def _cluster(text: str) -> Cluster:
+    """The user's own, whose file comes as a text."""
+    check.that(len(text) <= _MOST_TEXT, "cluster file", text, "is too long")
+    data = texts.parse(text)
+    device = data.get("device")
+    if isinstance(device, str) and device not in catalog.device_names():
+        raise UserError("unknown GPU", field="device", value=device)
+    return catalog.cluster_from(data)
 
 
 def _model(asked: Mapping[str, str]) -> Any:
@@ -95,24 +75,6 @@ def _model(asked: Mapping[str, str]) -> Any:
     known = name in catalog.model_names()
     check.that(known, "model", name, "unknown model", "choose a preset or paste a config")
     return name
-
-
-def _number(asked: Mapping[str, str], name: str) -> int:
-    try:
-        value = int(asked[name].strip().replace(",", ""))
-    except ValueError:
-        value = 0
-    check.that(1 <= value < 2**31, name.replace("_", " "), asked[name], "must be a number from 1")
-    return value
-
-
-def _amount(asked: Mapping[str, str], name: str) -> float:
-    try:
-        value = float(asked[name])
-    except ValueError:
-        value = 0.0
-    check.that(0 < value < 1e9, name, asked[name], "must be a number above 0")
-    return value
 
 
 class Views:
@@ -148,7 +110,8 @@ class Views:
         """What the first layout means for the days there are, in words."""
         if not asked.get("days", "").strip() or not data["rows"]:
             return {}
-        days, best = _amount(asked, "days"), data["rows"][0]
+        days, best = number_from(asked["days"]), data["rows"][0]
+        check.positive(days=days)
         if best["training_s"] is None:
             raise UserError("needs the tokens of the training", field="days")
         takes, late = best["training_s"] / 86400.0, best["training_s"] / 86400.0 > days

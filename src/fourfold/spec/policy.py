@@ -17,7 +17,7 @@ from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.layout import Layout
 from fourfold.spec.site import require_form
-from fourfold.units import size_from
+from fourfold.units import number_from, size_from
 
 Loss = Literal["auto", "torch", "lean"]
 
@@ -94,7 +94,7 @@ class Policy:
         rare=True,
         default="natural",
     )
-    imbalance: float | None = flag(
+    imbalance: Annotated[float, number_from] | None = flag(
         "standard deviation over mean of the experts' tokens (default: up to 1 by model, forced 0)",
         "X",
         rare=True,

@@ -15,7 +15,7 @@ from fourfold.search.choice import MOST_RISK, RISK
 from fourfold.spec import Batch, Cluster, Layout, ModelShape, Policy, Ramp, RunSpec, check, codec
 from fourfold.spec.run import refuse_short_names
 from fourfold.spec.words import DTYPES
-from fourfold.units import bytes_per_s_from, count_from, counted, share_from, size_from
+from fourfold.units import bytes_per_s_from, count_from, counted, number_from, share_from, size_from
 from fourfold.verbs import Request, set_field
 
 Count = Annotated[int, count_from]
@@ -79,7 +79,7 @@ class PlanRequest(Request):
     profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
     calibration: str | None = flag(*CALIBRATION, rare=True)
     measured: str | None = flag("measured rows or a store, to compare #1 with", "PATH", rare=True)
-    max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
+    max_nodes: Size | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
     stack: str | None = flag(
         "engine to predict; 'list' prints them (default: the one measured on the cluster; "
         "'fourfold' is our own)",
@@ -95,7 +95,9 @@ class PlanRequest(Request):
         "SHARE",
         rare=True,
     )
-    price: float | None = flag("price of a GPU-hour (default: the cluster file's)", "X", rare=True)
+    price: Annotated[float, number_from] | None = flag(
+        "price of a GPU-hour (default: the cluster file's)", "X", rare=True
+    )
     where: tuple[str, ...] = flag(
         "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'",
         "CONDITION",
@@ -113,7 +115,7 @@ class PlanRequest(Request):
         f"write settings for {', '.join(EXPORTS)} (our own engine); implies --stack",
         "ENGINE",
     )
-    top: int = flag("number of layouts to list (default 10)", "N", default=10)
+    top: Size = flag("number of layouts to list (default 10)", "N", default=10)
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
