@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
+import csv
+import io
 import json
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fourfold
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.page.report import style_columns
+from fourfold.page.report import report_data
 from fourfold.result.files.store import Store
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import RunReport, StepReport
-from fourfold.spec import Layout, catalog
+from fourfold.spec import Layout, ModelShape, catalog
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import Fault
 from fourfold.tables.derive import derive, published
 from fourfold.tables.document import Text
 from fourfold.tables.forms import parse
-from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
+from fourfold.tables.publish import plain_records, publish
 from fourfold.tables.records import records
+from fourfold.verbs.requests import ReportRequest
+from tests.cli import Cli
 from tests.specs import run_spec
 
 # Another value of every field of a policy than the run's own; a new field needs a line here.
@@ -41,12 +47,22 @@ OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def report(step_s: float, **policy: Any) -> RunReport:
-    fields = {"seq_len": 2048, "global_batch": 64, "precision": "bf16-pure"} | policy
-    steps = tuple(StepReport(step=i, seconds=step_s, warmup=False) for i in range(3))
-    where = (("device", "NVIDIA H100 80GB HBM3"), ("torch", "2.13.0"))
+# The same of the rest of a run.
+OF_THE_RUN: dict[str, Any] = {
+    "seq_len": 4096, "global_batch": 128, "micro_batch": 2, "memory_limit": 10**9, "data": "c4",
+    "fault": Fault(kind="crash", step=99), "layout": "pp2 dp2x1 cp2 tp2",
+}  # fmt: skip
+SHAPES = {"layers": 8, "heads": 8, "vocab": 1024, "bias": True, "norm_eps": 1e-6, "window": 64}
+
+
+def report(model: ModelShape, *, engine: str = "", layout: str = "", **named: Any) -> RunReport:
+    """All were measured alike."""
+    fields = {"seq_len": 2048, "global_batch": 64, "micro_batch": 1, "precision": "bf16-pure"}
+    steps = tuple(StepReport(step=i, seconds=0.5, warmup=False) for i in range(3))
+    where = (("device", "NVIDIA H100 80GB HBM3"), ("torch", "2.13.0"), ("engine", engine))
+    axes = layout or ("pp2 dp2 tp2 ep2" if model.moe else "pp2 dp2 cp2 tp2")
     return RunReport(
-        spec=run_spec("llama-3.1-8b", "pp2 dp2 cp2 tp2", **fields),
+        spec=run_spec(model, axes, **fields | named),
         outcome="ok",
         environment=where,
         steps=steps,
@@ -54,10 +70,28 @@ def report(step_s: float, **policy: Any) -> RunReport:
     )
 
 
-def reports() -> list[RunReport]:
-    seconds = (0.5 * 1.01**n for n in itertools.count())
-    changes = [{}, *({name: value} for name, value in OTHERS.items())]
-    return [report(next(seconds), **change) for change in changes]
+def reports(name: str) -> dict[str, RunReport]:
+    """By what each differs in from the first."""
+    model = catalog.model(name)
+    changes = {one: value for one, value in (OTHERS | OF_THE_RUN).items()
+               if not (model.moe and one in ("cp_kind", "layout"))}  # fmt: skip
+    shapes = {one: replace(model, **{one: value}) for one, value in SHAPES.items()}
+    if model.moe:
+        shapes["top_k"] = replace(model, top_k=model.top_k - 1)
+    return {
+        "": report(model),
+        "engine": report(model, engine="torchtitan"),
+        **{one: report(model, **{one: value}) for one, value in changes.items()},
+        **{f"model.{one}": report(other) for one, other in shapes.items()},
+    }
+
+
+@pytest.fixture(scope="module", params=["llama-tiny", "mixtral-tiny"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    kept = Store(tmp_path_factory.mktemp(request.param) / "runs")
+    for one in reports(request.param).values():
+        kept.keep(one)
+    return kept
 
 
 def test_every_field_of_a_policy_is_tried() -> None:
@@ -67,33 +101,72 @@ def test_every_field_of_a_policy_is_tried() -> None:
     assert not missing, f"add a value of {', '.join(sorted(missing))} to OTHERS"
 
 
-def test_no_run_is_taken_for_a_repeat_of_another() -> None:
-    found = [published(record_of(one), i) for i, one in enumerate(reports())]
-    assert len({record.config for record in found}) == len(found)
+# Columns of a result and of the store's own names: they would differ between any two runs.
+OTHERWISE = {
+    "MFU", "HFU", "Model TFLOP", "Throughput (S/s)", "Throughput (T/s)", "Throughput (T/s/GPU)",
+    "Sec/it", "TFLOPs", "Mem", "folder", "run_id", "row_id", "run", "tflops_gpu", "mfu_pct",
+    "hfu_pct",
+}  # fmt: skip
 
 
-# Columns of a result: they differ between any two runs.
-RESULTS = {"MFU", "HFU", "Model TFLOP", "Throughput (S/s)", "Throughput (T/s)",
-           "Throughput (T/s/GPU)", "Sec/it", "TFLOPs", "Mem"}  # fmt: skip
+def told(store: Store, cli: Cli, door: str) -> list[tuple[str, ...]]:
+    """What a row of each run says, but for its result."""
+    command, style, form = door.split()
+    words = [command, "--runs", store.root, *(["--style", style] if style != "-" else [])]
+    if form == "json":
+        answer = cli.json(*words)
+        found = answer["rows" if command == "report" else "runs"]
+    elif form == "page":
+        answer = fourfold.report(ReportRequest(runs=str(store.root), style=style))
+        data = report_data(answer)
+        headings = [column["heading"] for column in data["columns"]]
+        found = [dict(zip(headings, cells, strict=True)) for cells in data["cells"]]
+    elif form == "show":
+        return [(cli("runs", "show", one.folder).partition("\n")[0],) for one in store.runs()]
+    elif form == "text":
+        lines = cli(*words).splitlines()[2:-2]
+        return [(line.partition(" ")[2],) for line in lines]
+    else:
+        found = [*csv.DictReader(io.StringIO(cli(*words, "--format", "csv")))]
+    return [tuple(str(v) for k, v in row.items() if k not in OTHERWISE) for row in found]
 
 
-@pytest.mark.parametrize("style", ["mpt", "topology"])
-def test_tables_have_a_row_for_each_and_no_two_say_the_same(style: str) -> None:
-    found = [published(record_of(one), i) for i, one in enumerate(reports())]
-    blocks = publish(found, style, STYLE_CONVENTION[style]).blocks
-    settings, above = [], ""
-    for block in blocks:
-        if isinstance(block, Text):
-            above = " ".join(block.lines)
-            assert "earlier" not in above  # the figure of a repeat
-            continue
-        kept = [i for i, heading in enumerate(block.headings) if heading not in RESULTS]
-        settings += [(above, *(row.cells[i] for i in kept)) for row in block.data]
-    assert len(settings) == len(set(settings)) == len(found)
+@pytest.mark.parametrize(
+    "door",
+    ["runs - text", "runs - csv", "runs - json", "report mpt csv", "report topology csv",
+     "report topology json", "report mpt page", "report topology page", "report scaling page"],
+)  # fmt: skip
+def test_every_run_has_a_row_and_no_two_say_the_same(store: Store, cli: Cli, door: str) -> None:
+    rows = told(store, cli, door)
+    twice = [row for row, count in Counter(rows).items() if count > 1]
+    assert not twice
+    assert len(rows) == len(store.runs())
+
+
+def test_a_scaling_table_has_a_cell_for_each(store: Store, cli: Cli) -> None:
+    words = ["report", "--runs", store.root, "--style", "scaling", "--format", "csv"]
+    rows = [*csv.DictReader(io.StringIO(cli(*words)))]
+    cells = [value for row in rows for name, value in row.items() if " GPU" in name and value]
+    assert len(cells) == len(store.runs())
+
+
+def test_one_run_is_shown_with_its_settings(store: Store, cli: Cli) -> None:
+    """But for its model, which has only its name there."""
+    shown = [line for (line,) in told(store, cli, "runs - show")]
+    assert len({*shown}) >= len(shown) - len(SHAPES) - 2
+
+
+def test_repeats_are_one_row(tmp_path: Path) -> None:
+    store, model = Store(tmp_path), catalog.model("llama-tiny")
+    for changed in ({}, {"seed": 7}, {"steps": 99}, {"warmup": 1}, {"note": "a"}, {"tag": "b"}):
+        store.keep(report(model, **changed))
+    answer = fourfold.report(ReportRequest(runs=str(tmp_path), style="topology"))
+    assert [len(table.data) for _, table in answer.tables()] == [1]
 
 
 def test_a_model_stored_before_it_had_a_field_is_the_same_model() -> None:
-    new, older = (record_of(report(0.5, sharding=word)) for word in ("zero1", "zero3"))
+    model = catalog.model("llama-3.1-8b")
+    new, older = (record_of(report(model, sharding=word)) for word in ("zero1", "zero3"))
     plain = json.loads(older.model_json)
     del plain["block"]
     older = replace(older, model_json=json.dumps(plain))
@@ -102,30 +175,12 @@ def test_a_model_stored_before_it_had_a_field_is_the_same_model() -> None:
     assert len([*table.data]) == 2
 
 
-@pytest.mark.parametrize("style", ["mpt", "topology"])
-def test_a_page_shows_in_what_runs_differ(style: str) -> None:
-    found = [published(record_of(one), i) for i, one in enumerate(reports())]
-    columns = [one for one in style_columns(style, found) if one.heading not in RESULTS]
-    shown = {tuple(column.write(record) for column in columns) for record in found}
-    assert len(shown) == len(found)
-
-
-def test_the_csv_for_other_tools_and_the_stores_list_tell_them_apart(tmp_path: Path) -> None:
-    store = Store(tmp_path / "runs")
-    for one in reports():
-        store.keep(one)
-    found: list[Record] = [stored.summary for stored in store.runs()]
-    assert len({(r.precision, r.sharding, r.recompute, r.virtual_stages, r.unlisted)
-                for r in found}) == len(OTHERS) + 1  # fmt: skip
-    rows = plain_records([published(record, i) for i, record in enumerate(found)], "causal")
-    names = ("precision", "sharding", "recompute", "virtual_stages", "note")
-    assert len({tuple(row[name] for name in names) for row in rows}) == len(OTHERS) + 1
-
-
 def test_products_in_fp8_are_listed_as_fp8() -> None:
-    record = record_of(report(0.5, compute_dtype="fp8"))
+    model = catalog.model("llama-tiny")
+    record = record_of(report(model, compute_dtype="fp8"))
     assert (record.precision, record.settings) == ("fp8-pure", "")
-    assert record_of(report(0.5, precision="bf16-mixed", compute_dtype="fp8")).precision == "fp8"
+    mixed = report(model, precision="bf16-mixed", compute_dtype="fp8")
+    assert record_of(mixed).precision == "fp8"
 
 
 # A Mixtral as Megatron's log has it: no name of the catalogue, and experts in columns of their own.

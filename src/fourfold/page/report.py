@@ -17,7 +17,7 @@ from fourfold.conformance.verdicts import COLUMNS, WORDS, Verdict
 from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.run_details import report_command, run_details
-from fourfold.result.record import KINDS, Record
+from fourfold.result.record import CONFIG, KINDS, Record, differing
 from fourfold.result.report import OUTCOMES
 from fourfold.show.machines import said_of
 from fourfold.spec import catalog
@@ -184,24 +184,26 @@ def _value(record: Record, column: Column) -> Any:
 
 def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
     """The style's own, after those without which rows that differ would look alike."""
+    first: dict[str, Column] = {}
+    for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
+        first.setdefault(column.field, column)
     if style == "mpt":
         own = [column for column in (*MPT, SETTINGS) if column.needed(records)]
     elif style == "topology":
         own = [column for column in TOPOLOGY if column.needed(records)]
     else:
-        first: dict[str, Column] = {}
-        for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
-            first.setdefault(column.field, column)
         own = [column for field, column in first.items() if field in _SCALING]
     if EQUIVALENCE not in own and any(record.equivalence for record in records):
         own.insert(len(own) - (own[-1].field == "note"), EQUIVALENCE)
     shown = {column.field for column in own if column.heading != "Size"}
-    return [*(_telling(*one) for one in _TELLING if _differ(records, one[1]) - shown), *own]
-
-
-def _differ(records: Sequence[Record], field: str) -> set[str]:
-    """The field, where the records have several values of it."""
-    return {field} if len({getattr(record, field) for record in records}) > 1 else set()
+    told = set(differing([records], dict(_TELLING).values())) - shown
+    columns = [*(_telling(*one) for one in _TELLING if one[1] in told), *own]
+    alike: dict[tuple[str, ...], list[Record]] = {}
+    for one in records:
+        said = tuple(c.write(one) for c in columns if c.field in (*CONFIG, "note"))
+        alike.setdefault(said, []).append(one)
+    more = [n for n in differing(alike.values(), CONFIG) if n not in (*shown, "model_json")]
+    return [*(first.get(name) or _telling(name, name) for name in more), *columns]
 
 
 def _telling(heading: str, field: str) -> Column:

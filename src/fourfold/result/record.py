@@ -5,12 +5,15 @@ Seconds, bytes (`mem_gb`: in the GB the source printed), TFLOPs per GPU; None wh
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.result.report import Outcome
+from fourfold.spec import ModelShape, codec, texts
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 
@@ -199,6 +202,18 @@ class Record:
         return asked | {"vp": self.virtual_stages} | in_gib(self.peak_bytes)
 
 
+@functools.lru_cache(maxsize=4096)
+def json_of(model: ModelShape) -> str:
+    """Of equal models it is the same."""
+    return json.dumps(codec.encode(model), sort_keys=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def model_of(model_json: str) -> ModelShape:
+    """The shape of a stored run."""
+    return codec.decode(ModelShape, texts.parse_json(model_json))
+
+
 KINDS = {each.name: str(each.type) for each in dataclasses.fields(Record)}
 # What a stored run says of itself, in the order in which it is listed.
 RUN_FIELDS = tuple(KINDS)[: list(KINDS).index("style")]
@@ -217,6 +232,17 @@ def short_name(run: Record, among: Iterable[Record]) -> str:
     repeats."""
     again = any(one.repeat for one in among if one.run_id == run.run_id)
     return run.run_id[:8] + (f"#{run.repeat}" if again else "")
+
+
+def differing(groups: Iterable[Sequence[Record]], names: Iterable[str]) -> tuple[str, ...]:
+    """The fields in which records of one group differ: what would tell apart those that look
+    alike."""
+    groups = [group for group in groups if len(group) > 1]
+    return tuple(
+        name
+        for name in names
+        if any(len({getattr(record, name) for record in group}) > 1 for group in groups)
+    )
 
 
 def grouped(

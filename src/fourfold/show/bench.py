@@ -38,10 +38,13 @@ def _side_by_side(runs: Sequence[dict[str, Any]], convention: str) -> Grid:
 
 
 def page(plain: dict[str, Any], convention: str) -> list[Part]:
-    data = "" if plain["data"] == "synthetic" else f", data {plain['data']}"
+    recompute = "" if plain["recompute"] == "none" else f"recompute {plain['recompute']}"
+    virtual = plain["virtual_stages"]
+    stages = f"{virtual} virtual stages" if virtual > 1 else ""
+    how = (plain["precision"], plain["sharding"], stages, recompute, plain["settings"])
     head = (
         f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "
-        f"{plain['global_batch']} x {plain['seq_len']} tokens, {plain['precision']}{data}"
+        f"{plain['global_batch']} x {plain['seq_len']} tokens, {', '.join(filter(None, how))}"
     )
     # Of another engine it is that engine's name; illegal runs need none.
     kind = ", torch" if plain["engine"] == "fourfold" else ","

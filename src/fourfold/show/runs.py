@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fourfold.escape import flattened
-from fourfold.result.record import grouped, short_name
+from fourfold.result.record import RUN_FIELDS, Record, differing, grouped, short_name
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Column, Grid, Part, named, or_dash, quantities, table
@@ -26,6 +26,9 @@ GIB = 2**30
 # Columns that tables of runs share.
 _RUN = ("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch", "precision",
         "sharding")  # fmt: skip
+# Shown where runs would look alike without; repeats may be of other hosts.
+_TELLING = [name for name in RUN_FIELDS[: RUN_FIELDS.index("tag")]
+            if name not in ("run_id", "repeat", "host", "outcome", "model_json")]  # fmt: skip
 _FIGURES = ("step time=step_s:seconds", "tokens/s/GPU=tokens_s_gpu:,.0f")
 
 
@@ -34,17 +37,24 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
     found = [stored.summary for stored in answer.runs]
     same = grouped(found, ["run_id"])
-    optional: tuple[Column, ...] = (
+    run = named(*_RUN)
+    settings: list[Column] = [
         *named("engine=stack"),
         ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
-        *named("settings=unlisted", "tag"),
-        ("why", lambda one: one.failure[:60]),
-    )
+        *named("settings=unlisted"),
+    ]
+    alike: dict[tuple[str, ...], list[Record]] = {}
+    for one in found:
+        alike.setdefault(tuple(cell(one) for _, cell in (*run, *settings)), []).append(one)
+    rest = [*named("tag"), ("why", lambda one: one.failure[:60])]
     runs = table(
         found,
         ("run", lambda one: short_name(one, same[one.run_id,])),
-        *named(*_RUN, "outcome", *_FIGURES, "memory=peak_bytes:bytes"),
-        *(column for column in optional if any(map(column[1], found))),
+        *run,
+        *named("outcome", *_FIGURES, "memory=peak_bytes:bytes"),
+        *(column for column in settings if any(map(column[1], found))),
+        *named(*differing(alike.values(), _TELLING)),
+        *(column for column in rest if any(map(column[1], found))),
     )
     return [
         runs,

@@ -8,7 +8,6 @@ in their own proportions, experts that choose them, an optimizer.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
-from fourfold.result.record import OWN_STACK, Record
-from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog, codec
+from fourfold.result.record import OWN_STACK, Record, json_of, model_of
+from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog
 from fourfold.spec.cluster import device_id
-from fourfold.tables.shape import SHAPE_FIELDS, model_of, peak_tflops, shape_of
+from fourfold.tables.shape import SHAPE_FIELDS, peak_tflops, shape_of
 
 TRAINING, BENCHMARK = "training-equivalent", "benchmark-only"
 # What a note or a setting says -> what is not as in a training. `collect` writes these names.
@@ -80,15 +79,10 @@ def _with_shape(record: Record, model: ModelShape) -> Record:
     return replace(
         record,
         label=record.label or model.name,
-        model_json=_json(model),
+        model_json=json_of(model),
         **{name: getattr(model, name) for name in SHAPE_FIELDS},
         params=record.params or _params(model, record.seq_len or 1),
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _json(model: ModelShape) -> str:
-    return json.dumps(codec.encode(model), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=4096)

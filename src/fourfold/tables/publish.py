@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import CONFIG, OWN_STACK, Record, grouped
+from fourfold.result.record import CONFIG, OWN_STACK, Record, differing, grouped
 from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.tables.cells import figure
@@ -68,11 +68,7 @@ def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
     shared = [cell for cell in grouped(records, _AXES).values() if len(cell) > 1]
     if not shared:
         return [("", records)]
-    differ = tuple(
-        name
-        for name in CONFIG
-        if any(len({getattr(record, name) for record in cell}) > 1 for cell in shared)
-    )
+    differ = differing(shared, CONFIG)
     parts = []
     for values, part in grouped(records, differ).items():
         named = zip(differ, values, strict=True)

@@ -16,8 +16,8 @@ from typing import Any
 from fourfold.cost.count.flops import CONVENTIONS, TRIED, FlopsQuery, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
-from fourfold.result.record import Record
-from fourfold.spec import Layout, Policy, catalog, codec, texts
+from fourfold.result.record import Record, model_of
+from fourfold.spec import Layout, Policy, catalog, codec
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.tables import cells
 
@@ -39,12 +39,6 @@ _UNCOUNTED = {"dense-model", "all-weights"}
 class Shape:
     model: ModelShape
     vocab_known: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def model_of(model_json: str) -> ModelShape:
-    """The shape of a stored run."""
-    return codec.decode(ModelShape, texts.parse_json(model_json))
 
 
 def named_shape(record: Record) -> ModelShape | None:

@@ -27,6 +27,7 @@ def run_facts(report: RunReport) -> dict[str, Any]:
         "outcome": report.outcome,
         "model": spec.model.name,
         **_settings(spec),
+        "settings": summary.unlisted,
         **_where(summary),
         "start_s": report.start_s,
         "peak_bytes": summary.peak_bytes,
@@ -83,6 +84,7 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
         "optimizer": spec.policy.optimizer,
         "recompute": spec.policy.recompute,
         "sharding": spec.policy.sharding,
+        "virtual_stages": spec.policy.virtual_stages,
     }
 
 

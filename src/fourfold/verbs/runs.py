@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress, warnings
 from fourfold.result.files.run_file import RUN_FILE
 from fourfold.result.files.store import Store, Stored
+from fourfold.result.from_run import named_apart
 from fourfold.result.quality import Comparison, compare, differences, stored_spread
 from fourfold.result.record import RUN_FIELDS, Record, short_name
 from fourfold.spec import check, codec
@@ -47,7 +48,9 @@ def runs(request: RunsRequest, *, on_event: OnEvent = ignore) -> StoredRuns:
 def chosen_runs(request: RunFilter, on_event: OnEvent) -> list[Stored]:
     conditions = [parse(text) for text in request.where]
     found = Store(request.runs, warn=warnings(on_event)).runs(progress=progress(on_event))
-    return [stored for stored in found if _wanted(stored.summary, request, conditions)]
+    chosen = [stored for stored in found if _wanted(stored.summary, request, conditions)]
+    named = named_apart([stored.summary for stored in chosen])
+    return [replace(one, summary=summary) for one, summary in zip(chosen, named, strict=True)]
 
 
 def _wanted(summary: Record, request: RunFilter, conditions: list[Expression]) -> bool:

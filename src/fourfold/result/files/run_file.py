@@ -24,12 +24,12 @@ from fourfold.errors import UserError
 from fourfold.result.files.stored import read_stored, seal
 from fourfold.result.from_run import checked
 from fourfold.result.machine import process_born
-from fourfold.result.record import RUN_FIELDS, Record
+from fourfold.result.record import RUN_FIELDS, Record, model_of
 from fourfold.result.report import RunReport
 from fourfold.spec import RunSpec, check, codec
 
 INDEX = ".index.json"
-_VERSION = 2
+_VERSION = 3
 _MOST_BYTES = 256 * 2**20  # 150,000 runs
 
 
@@ -70,13 +70,14 @@ class RunIndex:
         known = self._known.get(name)
         if not isinstance(known, list) or known[:3] != at or len(known) != 4:
             return None
-        with contextlib.suppress(UserError, TypeError, ValueError, AttributeError):
-            fields: dict[str, Any] = {**known[3], "env": tuple(map(tuple, known[3]["env"]))}
-            return checked(Record(**fields))
+        with contextlib.suppress(UserError):
+            record = checked(codec.decode(Record, known[3]))
+            model_of(record.model_json)
+            return record
         return None
 
     def add(self, name: str, at: list[int], record: Record) -> None:
-        self._fresh[name] = [*at, {field: getattr(record, field) for field in RUN_FIELDS}]
+        self._fresh[name] = [*at, codec.encode(record, sparse=True)]
 
     def write(self, names: list[str]) -> None:
         """Only what is new is worth a write; a store that can only be read works without."""

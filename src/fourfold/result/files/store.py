@@ -21,7 +21,7 @@ from fourfold.errors import UserError, inside
 from fourfold.escape import one_line
 from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
-from fourfold.result.from_run import record_from
+from fourfold.result.from_run import record_of
 from fourfold.result.job import LOG_FILES, REPORT_FILE, JobReport
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
@@ -58,7 +58,7 @@ class Stored:
 
 
 def _summary_of(folder: Path) -> Record:
-    return record_from(run_file.read_run_folder(folder), folder.name[:16])
+    return record_of(codec.load(RunReport, run_file.read_run_folder(folder)), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -116,8 +116,7 @@ class Store:
                     continue
                 raise files.refused(error, target, field="runs", verb="written") from None
             _sync(self.root)
-            plain = codec.dump(report)
-            return Stored(key.name, target, record_from(plain, report.spec.run_id))
+            return Stored(key.name, target, record_of(report, key.run_id))
         raise AssertionError("repeats are unbounded")
 
     def _free_repeats(self, report: RunReport) -> Iterator[int]:
