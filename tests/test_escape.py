@@ -84,11 +84,11 @@ def test_json_is_what_any_reader_takes(data: object) -> None:
     json.dumps(json.loads(shown), ensure_ascii=False).encode()  # no half of a surrogate pair
 
 
-@given(text=any_text, form=st.sampled_from(["md", "csv", "json"]))
-def test_documents_read_back_what_they_show(text: str, form: str) -> None:
+@given(text=any_text)
+def test_documents_read_back_what_they_show(text: str) -> None:
     cell = escape.visible(" ".join(text.split()))
     table = Table(("heading", "other"), (TableRow((cell, "x")),))
-    assert parse(write(Document((table,)), form), form).tables == (table,)
+    assert parse(write(Document((table,)), "md"), "md").tables == (table,)
 
 
 @given(lines=st.lists(any_text))
@@ -96,7 +96,6 @@ def test_lines_of_a_document_are_no_html(lines: list[str]) -> None:
     shown = forms.write(Document((Text(tuple(lines)),)), "md")
     assert not steers(shown)
     assert not re.search(r"<[A-Za-z/!?]|\]\(", shown)
-    assert not steers(write(Document((Text(tuple(lines)),)), "csv"))
 
 
 @given(words=st.lists(any_text, min_size=1, max_size=3))

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from fourfold.cli import COMMANDS as ALL_COMMANDS
 from fourfold.spec import catalog, codec
-from fourfold.tables.forms import parse, write
 from tests.fuzz import call, damaged
 from tests.result.test_profile import make
 from tests.sampling import examples
@@ -52,7 +51,6 @@ FILES |= {
     "calibration.json": json.dumps(SHIPPED | {"entries": SHIPPED["entries"][:2]}, indent=1),
     "spec.toml": (SAMPLES / "inputs" / "spec.toml").read_text(),
     "profile.json": codec.to_json(make()),
-    "tables.json": write(parse(FILES["table.md"], "md"), "json"),
 }
 FILES["sweep.toml"] = FILES["spec.toml"] + "[sweep]\ntp = [1, 2]\nmicro_batch = [1, 2]\n"
 NEW = "clusters new --name x --gpu h100-80gb --hosts 2"
@@ -75,7 +73,6 @@ LINES = {
         "score ./rows.csv", "fit ./rows.csv --suggest 2",
     ],
     "table.md": ["lint table.md --format json", "report table.md"],
-    "tables.json": ["lint tables.json", "report tables.json --format md"],
     "calibration.json": [PRICED, f"{PRICED} --format json"],
     "profile.json": [f"{SMALL} --precision fp32 --profile ./profile.json --format json"],
     "spec.toml": ["plan --spec ./spec.toml --gpu h100-80gb"],

@@ -9,22 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.escape import visible
+from fourfold.escape import csv_text, visible
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.styles import columns, repaired_headings, style_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SAMPLES = GOLDEN / "raw_samples.md"
-FORMS = ("md", "csv", "json")
+FORMS = ("md", "csv")
+
+
+def written(document: Document, form: str) -> str:
+    """As `report --out` writes both forms."""
+    if form == "md":
+        return write(document, form)
+    return "\n".join(csv_text([t.headings, *(r.cells for r in t.rows)]) for t in document.tables)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["raw_samples.md", "bloom.csv", "mpt.csv", "par4d.csv"])
 def test_read_write_read_is_the_same(name: str, form: str) -> None:
     document = read_file(GOLDEN / name)
-    again = parse(write(document, form), form)
-    assert again == document
+    again = parse(written(document, form), form)
+    assert again.tables == document.tables
+    assert form == "csv" or again == document
     for table, other in zip(document.tables, again.tables, strict=True):
         assert [row.cells for row in other.rows] == [row.cells for row in table.rows]
 
@@ -80,11 +88,11 @@ def test_fenced_code_is_text() -> None:
 
 
 def test_text_above_a_csv_table_is_not_its_heading() -> None:
+    text = "# first, second\n#\n# third\n\n"
     table = Table(("# GPUs", "GPU"), (TableRow(("8", "h100"), line=0),))
-    document = Document((Text(("first, second", "", "third")), table, table))
-    assert parse(write(document, "csv"), "csv") == document
-    foreign = parse("# GPUs,GPU\n8,h100\n", "csv")
-    assert foreign.tables[0].headings == ("# GPUs", "GPU")
+    for heading in ("# GPUs,GPU", '"# GPUs",GPU'):
+        two = text + f"{heading}\n8,h100\n\n" * 2
+        assert parse(two, "csv").blocks == (Text(("first, second", "", "third")), table, table)
 
 
 def test_broken_encoding_costs_no_row(tmp_path: Path) -> None:
@@ -96,13 +104,12 @@ def test_broken_encoding_costs_no_row(tmp_path: Path) -> None:
     assert parse(write(document, "md"), "md") == document
 
 
-def test_binary_and_wrong_json_are_refused(tmp_path: Path) -> None:
+def test_binary_and_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.md").write_bytes(bytes(range(256)) * 50)
     with pytest.raises(UserError):
         read_file(tmp_path / "x.md")
-    for text in ("[]", '{"blocks": [3]}', '{"blocks": [{"headings": ["a"], "rows": [[1]]}]}'):
-        with pytest.raises(UserError):
-            parse(text, "json")
+    with pytest.raises(UserError, match="must be Markdown or CSV"):
+        read_file(tmp_path / "x.json")
 
 
 LETTER = st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_categories=("Cs", "Cc", "Z"))
@@ -111,6 +118,7 @@ CELL = (
     st.lists(LETTER | MARKS, min_size=1, max_size=8)
     .map("".join)
     .filter(lambda cell: cell == visible(cell.strip()) and not set(cell) <= set("-:"))
+    .filter(lambda cell: not cell.startswith("#"))  # in CSV, a line of text
 )
 
 
@@ -123,4 +131,4 @@ def test_any_table_survives(headings: list[str], rows: list[list[str]], form: st
     """Ragged rows, pipes, quotes, commas, backslashes, other scripts."""
     table = Table(tuple(headings), tuple(TableRow(tuple(row)) for row in rows))
     document = Document((table,))
-    assert parse(write(document, form), form) == document
+    assert parse(written(document, form), form) == document

@@ -82,14 +82,11 @@ def many() -> list[Record]:
 
 
 @pytest.mark.parametrize("style", STYLE_CONVENTION)
-@pytest.mark.parametrize("form", ["md", "csv", "json"])
-def test_our_own_tables_give_no_findings(style: str, form: str) -> None:
+def test_our_own_tables_give_no_findings(style: str) -> None:
     document = publish(many(), style, STYLE_CONVENTION[style])
-    again = parse(write(document, form), form)
+    again = parse(write(document, "md"), "md")
     assert again == document
-    assert [
-        (item.rule, item.place, item.value) for item in lint(parse(write(document, "md"), "md"))
-    ] == []
+    assert [(item.rule, item.place, item.value) for item in lint(again)] == []
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -105,7 +105,7 @@ _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
 def report(args: Any, show: OnEvent) -> Output:
     """Print results in published styles, from stored runs and from files of tables.
 
-    SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); the default is the
+    SOURCE is a store (a folder of runs) or a file of tables (.md, .csv); the default is the
     store of --runs. Styles: mpt, the 20 columns of the MPT benchmarks; topology, the columns of the
     BLOOM notes; scaling, TFLOP/s by layout and GPU count. A configuration measured more than once
     is shown with its newest figure, with the older ones below. The report ends with the accuracy of
@@ -154,7 +154,7 @@ examples:
 
 
 @command(
-    option("files", "tables in .md, .csv or .json", "FILE", nargs="*"),
+    option("files", "tables in .md or .csv", "FILE", nargs="*"),
     option("--ignore", "ignore a rule", "RULE", repeated=True),
     option("--rules", "list the rules and exit", switch=True),
     examples=_LINT,
@@ -162,7 +162,7 @@ examples:
 def lint(args: Any, show: OnEvent) -> Output:
     """Find rows of published tables that cannot be right, and suggest the repair.
 
-    Reads Markdown, CSV or JSON with tables of the MPT, topology, scaling and reference styles, any
+    Reads Markdown or CSV with tables of the MPT, topology, scaling and reference styles, any
     number of them in a file, with the text between. Exit code: 0 nothing found, 1 findings, 2 no
     table.
     """

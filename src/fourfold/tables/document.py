@@ -13,14 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fourfold import door
 from fourfold.errors import UserError
 from fourfold.result.record import Record
-from fourfold.spec import catalog, check
-from fourfold.spec.codec import decode_value
-
-SCHEMA_VERSION = 1
-_TEXTS = tuple[str, ...]
+from fourfold.spec import catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +57,6 @@ class Document:
     @property
     def tables(self) -> tuple[Table, ...]:
         return tuple(block for block in self.blocks if isinstance(block, Table))
-
-
-def to_plain(document: Document) -> dict[str, Any]:
-    blocks: list[dict[str, Any]] = []
-    for block in document.blocks:
-        if isinstance(block, Text):
-            blocks.append({"text": list(block.lines)})
-        else:
-            rows = [{"rule": [*row.cells]} if row.rule else [*row.cells] for row in block.rows]
-            blocks.append({"headings": list(block.headings), "rows": rows})
-    return {"schema": SCHEMA_VERSION, "type": "Document", "blocks": blocks}
-
-
-def from_plain(data: object) -> Document:
-    if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
-        rule, hint = "must be a table with 'blocks'", "write it with --format json"
-        raise UserError(rule, field="document", hint=hint)
-    return Document(tuple(_block(block, f"blocks[{i}]") for i, block in enumerate(data["blocks"])))
-
-
-def _block(data: object, path: str) -> Table | Text:
-    if isinstance(data, dict) and set(data) == {"text"}:
-        return Text(decode_value(_TEXTS, data["text"], f"{path}.text"))
-    if not isinstance(data, dict) or set(data) != {"headings", "rows"}:
-        raise UserError("must have 'text', or 'headings' and 'rows'", field=path)
-    check.that(isinstance(data["rows"], list), f"{path}.rows", None, "must be a list")
-    rows = []
-    for number, row in enumerate(data["rows"]):
-        rule = isinstance(row, dict) and set(row) == {"rule"}
-        cells = decode_value(_TEXTS, row["rule"] if rule else row, f"{path}.rows[{number}]")
-        rows.append(TableRow(cells, rule=rule))
-    headings = decode_value(_TEXTS, data["headings"], f"{path}.headings")
-    door.check_headings(headings, field=f"{path}.headings")
-    return Table(headings, tuple(rows))
 
 
 _SETTING = re.compile(

@@ -1,5 +1,5 @@
-"""Files of tables in Markdown, CSV and JSON, and as text for a terminal, which is only written. In
-CSV tables are parted by blank lines, and text stands in lines that begin with '#'.
+"""Files of tables: Markdown, read and written, CSV, read, and text for a terminal, written. In CSV
+tables are parted by blank lines, and text stands in lines that begin with '#'.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from fourfold import door, escape, files
 from fourfold.errors import UserError, inside
 from fourfold.show.table import aligned
-from fourfold.spec import texts
-from fourfold.tables.document import Document, Table, TableRow, Text, from_plain, to_plain
+from fourfold.spec import check
+from fourfold.tables.document import Document, Table, TableRow, Text
 
 _MARK = re.compile(r":?-+:?\Z")
 _BODY_RULE = re.compile(r":?-{2,}:?|:-+:?|-+:\Z")
@@ -21,16 +21,13 @@ _PIPE = re.compile(r"(?<!\\)\|")
 _FENCE = re.compile(r"\s*(```|~~~)")
 
 
-def form_of(path: str | Path) -> str:
-    """md, csv or json, by the file's ending; anything else is read as Markdown."""
-    ending = Path(path).suffix.lower()
-    return {".csv": "csv", ".tsv": "csv", ".json": "json"}.get(ending, "md")
-
-
 def read_file(path: str | Path) -> Document:
-    """Read a file of tables. Bytes that are no UTF-8 become U+FFFD: tables with dashes in broken
-    encoding exist, and one such cell must not cost the other rows."""
-    form = form_of(path)
+    """Read a file of tables: CSV, or Markdown whatever its ending. Bytes that are no UTF-8 become
+    U+FFFD: tables with dashes in broken encoding exist, and one such cell must not cost the other
+    rows."""
+    ending = Path(path).suffix.lower()
+    hint = "'fourfold report --out NAME' writes NAME.csv and NAME.md"
+    check.that(ending != ".json", "table", str(path), "must be Markdown or CSV", hint)
     try:
         text = files.read_text(path, field="table")
     except UserError as error:
@@ -40,25 +37,12 @@ def read_file(path: str | Path) -> Document:
         if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
             raise
     with inside(path):
-        return parse(text, form)
+        return parse(text, "csv" if ending in (".csv", ".tsv") else "md")
 
 
 def parse(text: str, form: str) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if form == "json":
-        return from_plain(texts.parse_json(text))
     return _from_csv(text) if form == "csv" else _from_markdown(text)
-
-
-def write(document: Document, form: str) -> str:
-    """The document as md, csv, json or text; all but text can be read again."""
-    if form == "json":
-        return escape.json_text(to_plain(document), indent=1) + "\n"
-    if form == "csv":
-        return _to_csv(document)
-    if form in ("md", "text"):
-        return _to_markdown(document, form)
-    raise UserError("unknown format", field="format", value=form, hint="text, md, csv or json")
 
 
 def _from_csv(text: str) -> Document:
@@ -125,27 +109,6 @@ def _record(lines: list[str], at: int, separator: str) -> tuple[tuple[str, ...],
     except csv.Error as error:
         raise UserError(f"is not CSV ({error})", field=f"line {at + 1}") from None
     return tuple(escape.from_csv(cell.strip()) for cell in cells), reader.line_num
-
-
-def _to_csv(document: Document) -> str:
-    lines: list[str] = []
-    for block in document.blocks:
-        if lines:
-            lines.append("")
-        if isinstance(block, Text):
-            texts = [escape.visible(line.replace("\n", " ")) for line in block.lines]
-            lines += [f"# {text}" if text else "#" for text in texts]
-            continue
-        lines += [_line(cells) for cells in (block.headings, *(row.cells for row in block.rows))]
-    return "\n".join(lines) + "\n" if lines else ""
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    line = escape.csv_text([cells]).removesuffix("\n")
-    if not line.startswith("#"):
-        return line
-    quoted, _, rest = line.partition(",")
-    return f'"{quoted}"' + (f",{rest}" if rest or len(cells) > 1 else "")
 
 
 def _from_markdown(text: str) -> Document:
@@ -218,8 +181,8 @@ def _cell(part: str) -> str:
     return escape.from_markdown(part.strip().replace("\\|", "|").replace("<br>", "\n"))
 
 
-def _to_markdown(document: Document, style: str) -> str:
-    """Markdown; or aligned text for a terminal, not for reading again."""
+def write(document: Document, style: str) -> str:
+    """Markdown (md); or aligned text for a terminal, not for reading again."""
     lines: list[str] = []
     after_table = False
     for block in document.blocks:

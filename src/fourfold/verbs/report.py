@@ -200,11 +200,11 @@ def lint_rules() -> Rules:
 
 
 def lint(paths: Sequence[str], *, ignored: Sequence[str] = ()) -> Findings:
-    """Mistakes in tables of Markdown, CSV or JSON files, but for the ignored rules."""
+    """Mistakes in tables of Markdown or CSV files, but for the ignored rules."""
     for rule in ignored:
         if rule not in RULES:
             raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
-    check.given(paths, "FILE", "a .md, .csv or .json file")
+    check.given(paths, "FILE", "a .md or .csv file")
     found: list[tuple[str, Finding]] = []
     tables = rows = 0
     for path in paths:
