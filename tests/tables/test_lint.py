@@ -240,6 +240,7 @@ FAULTS: dict[str, tuple[set[str], tuple[Table | Text, ...], Change]] = {
     "no possible number": (
         {"possible-number"}, (TOPOLOGY,), says("Sec/it", "-3.5", "0", "1e300", "1e400", "1e-300")
     ),
+    "no GPUs": ({"possible-number"}, (MPT,), says("# GPUs", "0")),
     "more memory than there is": (
         {"memory-device"}, (FEW_BLOOM,), says("mem_gb", "97", where="step_s")
     ),

@@ -17,7 +17,15 @@ from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.tables import cells, rules_copies, rules_shape, rules_work
 from fourfold.tables.document import Document
-from fourfold.tables.records import Finding, Problem, TablesFile, finding, records, with_text
+from fourfold.tables.records import (
+    Finding,
+    Problem,
+    RowRule,
+    TablesFile,
+    finding,
+    records,
+    with_text,
+)
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
 
 _SPEED_SLACK = 0.001
@@ -30,39 +38,20 @@ _BUT_MICRO_BATCH = (
 )  # fmt: skip
 
 
-def throughput(record: Record) -> Iterator[Problem]:
-    if record.style == "mpt":
-        yield from _mpt_throughput(record)
-    elif record.style == "reference":
-        yield from _reference_throughput(record)
-
-
-def _mpt_throughput(record: Record) -> Iterator[Problem]:
+def mpt_rates(record: Record, tokens: float, seq_len: int, gpus: int) -> Iterator[Problem]:
     """The published integers are cut off, not rounded: S/s 32 may be 32.99."""
-    tokens, samples, seq_len = record.tokens_s, record.samples_s, record.seq_len
-    if tokens is None or not seq_len or record.gpus is None:
-        return
+    samples, each = record.samples_s, record.tokens_s_gpu
     if samples is not None and "." not in record.text("samples_s"):
         low, high = samples * seq_len, (samples + 1) * seq_len
         if not low - _unit(record, "tokens_s") <= tokens < high + 1:
-            right = math.floor(tokens / seq_len)
-            yield (
-                f"{record.text('samples_s')} S/s and {tokens:g} T/s",
-                f"S/s {right}",
-                f"S/s {right}, or T/s",
-            )
-    each = record.tokens_s_gpu
-    if each is None:
-        return
+            right = f"S/s {math.floor(tokens / seq_len)}"
+            yield f"{record.text('samples_s')} S/s and {tokens:g} T/s", right, f"{right}, or T/s"
     unit = _unit(record, "tokens_s_gpu")
-    high = (tokens + _unit(record, "tokens_s")) / record.gpus
-    if not tokens / record.gpus - unit <= each <= high + unit:
-        right = math.floor(tokens / record.gpus)
-        yield (
-            f"{each:g} T/s/GPU and {tokens:g} T/s",
-            f"T/s/GPU {right}",
-            f"T/s/GPU {right}, or T/s {each * record.gpus:.0f}",
-        )
+    high = (tokens + _unit(record, "tokens_s")) / gpus
+    if each is not None and not tokens / gpus - unit <= each <= high + unit:
+        right = f"T/s/GPU {math.floor(tokens / gpus)}"
+        repair = f"{right}, or T/s {each * gpus:.0f}"
+        yield f"{each:g} T/s/GPU and {tokens:g} T/s", right, repair
 
 
 def _unit(record: Record, name: str) -> float:
@@ -70,34 +59,29 @@ def _unit(record: Record, name: str) -> float:
     return 2 * cells.half_unit(record.text(name))
 
 
-def _reference_throughput(record: Record) -> Iterator[Problem]:
-    if record.outcome != "ok" or not (record.step_s and record.tokens_s_gpu and record.gpus):
-        return
-    if not (record.global_batch and record.seq_len) or record.step_s <= 0:
-        return
-    right = record.global_batch * record.seq_len / record.step_s / record.gpus
-    if abs(record.tokens_s_gpu / right - 1) > _SPEED_SLACK:
-        seconds = record.global_batch * record.seq_len / record.tokens_s_gpu / record.gpus
-        yield (
-            f"{record.step_s:g} s and {record.tokens_s_gpu:g} tokens/s/GPU",
-            f"tokens_s_gpu {right:.6g}",
-            f"tokens_s_gpu {right:.6g} or step_s {seconds:.6g}",
-        )
+def reference_rate(
+    record: Record, step_s: float, speed: float, gpus: int, batch: int, seq_len: int
+) -> Iterator[Problem]:
+    tokens = batch * seq_len / gpus
+    if record.outcome == "ok" and abs(speed * step_s / tokens - 1) > _SPEED_SLACK:
+        right = f"tokens_s_gpu {tokens / step_s:.6g}"
+        repair = f"{right} or step_s {tokens / speed:.6g}"
+        yield f"{step_s:g} s and {speed:g} tokens/s/GPU", right, repair
 
 
-def hfu_mfu(record: Record) -> Iterator[Problem]:
-    if not record.mfu_pct or record.hfu_pct is None:
-        return
-    shape = shape_of(record)
+def hfu_mfu(record: Record, mfu: float) -> Iterator[Problem]:
+    shape, hfu = shape_of(record), record.hfu_pct
     ratio = hardware_ratio(shape, record) if shape else None
-    if ratio is None:
+    if ratio is None or hfu is None:
         return
-    right = record.mfu_pct * ratio
-    if abs(record.hfu_pct - right) > 0.006 * (1 + ratio) + 1e-3 * right:
+    right = mfu * ratio
+    if abs(hfu - right) > 0.006 * (1 + ratio) + 1e-3 * right:
+        words = f"HFU {right:.2f}"
+        recompute = record.recompute or "none"
         yield (
-            f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
-            f"HFU {right:.2f} with recompute '{record.recompute or 'none'}'",
-            f"HFU {right:.2f}, or Activation Checkpointing",
+            f"MFU {mfu:g}, HFU {hfu:g}",
+            f"{words} with recompute '{recompute}'",
+            f"{words}, or Activation Checkpointing",
         )
 
 
@@ -112,9 +96,8 @@ def possible_number(record: Record) -> Iterator[Problem]:
     for name, text in record.cells.items():
         value = cells.printed(text) if KINDS.get(name, "").startswith(("int", "float")) else None
         # Counts may be none, and a throughput that is cut to a whole number as well.
-        may_be_zero = KINDS.get(name, "").startswith("int") or (
-            name == "tokens_s_gpu" and record.style == "mpt"
-        )
+        is_count = KINDS.get(name, "").startswith("int") and name not in ("gpus", "nodes")
+        may_be_zero = is_count or (name == "tokens_s_gpu" and record.style == "mpt")
         if value is None or door.is_possible(value) or (value == 0 and may_be_zero):
             continue
         yield f"{name} {value:g}", door.POSSIBLE, "check against the log"
@@ -133,15 +116,12 @@ def utilisation(record: Record) -> Iterator[Problem]:
         yield f"{record.tflops_gpu:g} TFLOPs", expected, "check TFLOPs, seconds and GPUs"
 
 
-def memory_device(record: Record) -> Iterator[Problem]:
+def memory_device(record: Record, memory: float, hardware: str) -> Iterator[Problem]:
     """Only where the row itself names its device: a heading far above may mean another one."""
-    if record.mem_gb is None or "hardware" not in record.cells:
-        return
-    if record.hardware not in catalog.device_names():
-        return
-    most = catalog.device(record.hardware).memory_bytes / 1e9
-    if record.mem_gb > 1.01 * most and record.outcome == "ok":
-        yield (f"{record.mem_gb:g} GB", f"at most {most:.0f} GB", "check memory and device")
+    if "hardware" in record.cells and hardware in catalog.device_names():
+        most = catalog.device(hardware).memory_bytes / 1e9
+        if memory > 1.01 * most and record.outcome == "ok":
+            yield f"{memory:g} GB", f"at most {most:.0f} GB", "check memory and device"
 
 
 def memory_order(file: TablesFile) -> Iterator[Finding]:
@@ -159,35 +139,39 @@ def memory_order(file: TablesFile) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-ROW_CHECKS = {
-    "throughput": throughput, "hfu-mfu": hfu_mfu, "possible-number": possible_number,
-    "utilisation": utilisation,
-    "memory-device": memory_device,
-}  # fmt: skip
-CHECKS = (memory_order,)
-
-
+# id, styles ('': all), what a row must say (and not as 0), and what looks at it.
+_ROW_RULES: tuple[RowRule, ...] = (
+    *rules_shape.ROW_RULES,
+    *rules_copies.ROW_RULES,
+    ("throughput", "mpt", "tokens_s seq_len gpus", mpt_rates),
+    ("throughput", "reference", "step_s tokens_s_gpu gpus global_batch seq_len", reference_rate),
+    ("hfu-mfu", "", "mfu_pct", hfu_mfu),
+    ("possible-number", "", "", possible_number),
+    ("utilisation", "", "", utilisation),
+    ("memory-device", "", "mem_gb hardware", memory_device),
+)
+_FILE_CHECKS = (*rules_shape.CHECKS, memory_order, *rules_work.CHECKS, *rules_copies.CHECKS)
 # id -> what must hold.
 RULES: dict[str, str] = catalog.data("lint.toml")["rules"]
-_ROW_CHECKS = {**rules_shape.ROW_CHECKS, **ROW_CHECKS}
-_FILE_CHECKS = (*rules_shape.CHECKS, *CHECKS, *rules_work.CHECKS, *rules_copies.CHECKS)
 
 
 def lint(document: Document) -> list[Finding]:
     rows = tuple(records(document))
     file = TablesFile(tuple(with_text(document)), rows, grouped(rows, ("table",)))
-    findings = [
-        finding(record, rule, *problem)
-        for rule, check in _ROW_CHECKS.items()
-        for record in rows
-        for problem in check(record)
-    ]
+    findings = [finding(record, *found) for record in rows for found in _of_row(record)]
     for check in _FILE_CHECKS:
         findings += check(file)
     order = list(RULES)
     return sorted(
         dict.fromkeys(_unexplained(findings)), key=lambda f: (f.row, f.place, order.index(f.rule))
     )
+
+
+def _of_row(record: Record) -> Iterator[tuple[str, str, str, str]]:
+    for rule, styles, needs, check in _ROW_RULES:
+        known = [getattr(record, name) for name in needs.split()]
+        if all(known) and (not styles or record.style in styles.split()):
+            yield from ((rule, *problem) for problem in check(record, *known))
 
 
 def _unexplained(findings: list[Finding]) -> list[Finding]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,6 +219,9 @@ class Finding:
 
 # What stands there, what would be right, and the repair.
 Problem = tuple[str, str, str]
+# Its id, the styles it is about ('': all), the fields that a row must have, whose values follow the
+# row in the call, and what it finds.
+RowRule = tuple[str, str, str, Callable[..., Iterator[Problem]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,9 @@ from dataclasses import replace
 from fourfold.result.record import MODEL_FIELDS, Record, grouped
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells
-from fourfold.tables.records import Finding, TablesFile, finding
+from fourfold.tables.records import Finding, Problem, RowRule, TablesFile, finding
 from fourfold.tables.shape import agree, hardware_ratio, row_work, shape_of
 
-# Fewer digits than this agree by chance too often to mean anything.
-_LEAST_DIGITS = 4
-_REFERENCE_DIGITS = 5
 # Equal values that chance alone would give a table; above this, equality says little.
 _MOST_BY_CHANCE = 0.5
 _NEAR = 20
@@ -35,32 +32,23 @@ def swapped_values(file: TablesFile) -> Iterator[Finding]:
         if rows and rows[0].style == "topology":
             yield from _swapped_by_range(rows)
     yield from _swapped_by_twin(file)
-    for record in file.records:
-        if record.style == "reference":
-            yield from _swapped_reference(record)
-        elif record.style == "mpt":
-            yield from _swapped_utilisation(record)
 
 
-def _swapped_utilisation(record: Record) -> Iterator[Finding]:
+def swapped_utilisation(record: Record, mfu: float, hfu: float) -> Iterator[Problem]:
     shape = shape_of(record)
     ratio = hardware_ratio(shape, record) if shape else None
-    if not (record.mfu_pct and record.hfu_pct and ratio) or record.hfu_pct >= record.mfu_pct:
-        return
-    if agree(record.mfu_pct, record.hfu_pct * ratio, 0.005):
-        yield finding(
-            record, "swapped-values", f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
-            f"HFU = {ratio:.3g} x MFU", "exchange MFU and HFU",
-        )  # fmt: skip
+    if ratio and hfu < mfu and agree(mfu, hfu * ratio, 0.005):
+        yield f"MFU {mfu:g}, HFU {hfu:g}", f"HFU = {ratio:.3g} x MFU", "exchange MFU and HFU"
+
+
+def _exchanged(record: Record, why: str) -> Problem:
+    seconds, tflops = record.text("step_s"), record.text("tflops_gpu")
+    right = f"{tflops} s, {seconds} TFLOPs {why}"
+    return f"{seconds} s, {tflops} TFLOPs", right, "exchange Sec/it and TFLOPs"
 
 
 def _swapped(record: Record, why: str) -> Finding:
-    return finding(
-        record, "swapped-values",
-        f"{record.text('step_s')} s, {record.text('tflops_gpu')} TFLOPs",
-        f"{record.text('tflops_gpu')} s, {record.text('step_s')} TFLOPs {why}",
-        "exchange Sec/it and TFLOPs",
-    )  # fmt: skip
+    return finding(record, "swapped-values", *_exchanged(record, why))
 
 
 def _swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
@@ -128,16 +116,14 @@ def _swapped_by_range(rows: list[Record]) -> Iterator[Finding]:
                 yield _swapped(record, "like the other rows")
 
 
-def _swapped_reference(record: Record) -> Iterator[Finding]:
+def swapped_reference(
+    record: Record, step_s: float, tflops: float, speed: float, gpus: int, batch: int, seq_len: int
+) -> Iterator[Problem]:
     """tokens/s/GPU ties seconds to the batch, so here arithmetic does see it."""
-    if record.outcome != "ok" or not (record.step_s and record.tflops_gpu and record.tokens_s_gpu):
-        return
-    if not (record.global_batch and record.seq_len and record.gpus):
-        return
-    tokens = record.global_batch * record.seq_len / record.gpus / record.tokens_s_gpu
-    wrong = abs(record.step_s / tokens - 1) > 0.01
-    if wrong and abs(record.tflops_gpu / tokens - 1) < 0.001:
-        yield _swapped(record, "by tokens_s_gpu")
+    right = batch * seq_len / gpus / speed
+    wrong = abs(step_s / right - 1) > 0.01
+    if record.outcome == "ok" and wrong and abs(tflops / right - 1) < 0.001:
+        yield _exchanged(record, "by tokens_s_gpu")
 
 
 def duplicate_row(file: TablesFile) -> Iterator[Finding]:
@@ -165,19 +151,11 @@ def duplicate_row(file: TablesFile) -> Iterator[Finding]:
 def copied_cell(file: TablesFile) -> Iterator[Finding]:
     for number in range(len(file.tables)):
         rows = [record for record in file.rows_of(number) if record.outcome == "ok"]
-        if not rows:
-            continue
-        if rows[0].style == "scaling":
-            yield from _copies(rows, "tflops_gpu", _LEAST_DIGITS, _same_row_or_column)
-        elif rows[0].style == "topology":
-            yield from _copies(rows, "step_s", _LEAST_DIGITS, _other_config)
-            timeless = [record for record in rows if record.step_s is None]
-            yield from _copies(timeless, "tflops_gpu", _LEAST_DIGITS, _other_config)
-        elif rows[0].style == "reference":
-            yield from _copies(rows, "step_s", _REFERENCE_DIGITS, _one_thing_differs)
-            yield from _copies(rows, "tflops_gpu", _REFERENCE_DIGITS, _one_thing_differs)
-        elif rows[0].style == "mpt":
-            yield from _copies(rows, "tflops_gpu", _REFERENCE_DIGITS, _other_config)
+        for name, digits, related in _COPIED[rows[0].style] if rows else ():
+            # Of a timed row of the notes TFLOPs follow from the seconds.
+            timed = name == "tflops_gpu" and rows[0].style == "topology"
+            asked = [record for record in rows if record.step_s is None] if timed else rows
+            yield from _copies(asked, name, digits, related)
 
 
 def _copies(rows: list[Record], name: str, digits: int, related: Related) -> Iterator[Finding]:
@@ -265,4 +243,16 @@ def _one_thing_differs(one: Record, other: Record) -> bool:
     return _alike(one, other, layout) or one.gpus == other.gpus
 
 
+# By style: the field, fewer digits agree by chance, and which rows are compared.
+_COPIED: dict[str, tuple[tuple[str, int, Related], ...]] = {
+    "scaling": (("tflops_gpu", 4, _same_row_or_column),),
+    "topology": (("step_s", 4, _other_config), ("tflops_gpu", 4, _other_config)),
+    "reference": (("step_s", 5, _one_thing_differs), ("tflops_gpu", 5, _one_thing_differs)),
+    "mpt": (("tflops_gpu", 5, _other_config),),
+}
+ROW_RULES: tuple[RowRule, ...] = (
+    ("swapped-values", "mpt", "mfu_pct hfu_pct", swapped_utilisation),
+    ("swapped-values", "reference", "step_s tflops_gpu tokens_s_gpu gpus global_batch seq_len",
+     swapped_reference),
+)  # fmt: skip
 CHECKS = (swapped_values, duplicate_row, copied_cell)

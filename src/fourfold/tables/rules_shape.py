@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fourfold.cost.count.params import model_params
 from fourfold.result.record import Record
 from fourfold.tables import cells, styles
-from fourfold.tables.records import Finding, Problem, TablesFile, axes_world, finding
+from fourfold.tables.records import Finding, Problem, RowRule, TablesFile, axes_world, finding
 from fourfold.tables.shape import (
     NOTES_SEQ_LEN,
     implied_batches,
@@ -56,25 +56,23 @@ def heading_count(file: TablesFile) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def gpus_axes(record: Record) -> Iterator[Problem]:
-    if record.gpus is None:
-        return
-    inner = record.model_ranks
-    if record.style == "scaling":
-        if record.outcome == "ok" and record.gpus % inner:
-            yield (
-                f"{record.text('tflops_gpu')} on {record.gpus} GPUs",
-                f"tp x cp x pp = {inner} divides the GPUs",
-                "the value belongs elsewhere",
-            )
-        return
+def scaling_axes(record: Record, gpus: int) -> Iterator[Problem]:
+    if record.outcome == "ok" and gpus % record.model_ranks:
+        yield (
+            f"{record.text('tflops_gpu')} on {gpus} GPUs",
+            f"tp x cp x pp = {record.model_ranks} divides the GPUs",
+            "the value belongs elsewhere",
+        )
+
+
+def gpus_axes(record: Record, gpus: int) -> Iterator[Problem]:
     if record.outcome == "crashed" and not (record.step_s or record.tflops_gpu or record.mem_gb):
         return  # axes that can't be are why such a row has no result
     world = axes_world(record) if "dp" in record.cells else None
-    if world is None and record.tp and record.gpus % inner:
-        world = inner
-    if world is not None and world != record.gpus:
-        yield (f"{_axes(record)} = {world}", _gpus(record), _axis_fix(record))
+    if world is None and record.tp and gpus % record.model_ranks:
+        world = record.model_ranks
+    if world is not None and world != gpus:
+        yield f"{_axes(record)} = {world}", _gpus(record), _axis_fix(record)
 
 
 def _axes(record: Record) -> str:
@@ -102,37 +100,28 @@ def _axis_fix(record: Record) -> str:
     return " or ".join(fixes) if fixes else "two axes or the GPU count are wrong"
 
 
-def batch_reach(record: Record) -> Iterator[Problem]:
-    if record.style == "scaling" or not record.global_batch or not record.dp:
-        return
-    if record.style == "mpt":
-        yield from _accumulation(record)
-        return
-    if record.stack.startswith(_UNEVEN_STACKS) or _stated(record, "micro"):
-        return
-    step = record.dp * (record.micro_batch or 1)
-    if record.global_batch % step:
-        low = record.global_batch - record.global_batch % step
+def batch_reach(record: Record, batch: int, dp: int) -> Iterator[Problem]:
+    micro = record.micro_batch or 1
+    step = dp * micro
+    uneven = record.stack.startswith(_UNEVEN_STACKS) or _stated(record, "micro")
+    if batch % step and not uneven:
+        low = batch - batch % step
         near = f"{low} or {low + step}" if low else f"{step}"
-        yield (
-            f"GBS {record.global_batch}",
-            f"a multiple of DP {record.dp} x MBS {record.micro_batch or 1} = {step}",
-            f"GBS {near}, or another micro batch",
-        )
+        expected = f"a multiple of DP {dp} x MBS {micro} = {step}"
+        yield f"GBS {batch}", expected, f"GBS {near}, or another micro batch"
 
 
-def _accumulation(record: Record) -> Iterator[Problem]:
+def accumulation(
+    record: Record, batch: int, dp: int, accumulated: int, micro: int
+) -> Iterator[Problem]:
     """MPT: GradAccum micro batches a rank, the last one smaller if need be (48 = 4 x 11 + 4)."""
-    if not (record.grad_accum and record.micro_batch and record.global_batch and record.dp):
-        return
-    share = -(-record.global_batch // record.dp)
-    if -(-share // record.micro_batch) != record.grad_accum:
-        full = record.micro_batch * record.grad_accum * record.dp
+    share = -(-batch // dp)
+    needed = -(-share // micro)
+    if needed != accumulated:
         yield (
-            f"{record.micro_batch} x {record.grad_accum} on {record.dp} ranks for "
-            f"{record.global_batch}",
-            f"GradAccum {-(-share // record.micro_batch)}",
-            f"GlobalBatchSize {full} or GradAccum {-(-share // record.micro_batch)}",
+            f"{micro} x {accumulated} on {dp} ranks for {batch}",
+            f"GradAccum {needed}",
+            f"GlobalBatchSize {micro * accumulated * dp} or GradAccum {needed}",
         )
 
 
@@ -174,117 +163,104 @@ def _heading_fix(record: Record, name: str, stated: int) -> str:
     return f"{size} {where}: seconds and TFLOPs imply {batch:.0f}"
 
 
-def batch_tokens(record: Record) -> Iterator[Problem]:
-    if record.batch_tokens and record.global_batch and record.seq_len:
-        wanted = record.global_batch * record.seq_len
-        if record.batch_tokens != wanted:
-            fix = f"{wanted} tokens"
-            if record.batch_tokens % record.seq_len == 0:
-                fix += f" or GlobalBatchSize {record.batch_tokens // record.seq_len}"
-            yield (
-                f"{record.batch_tokens}",
-                f"{record.global_batch} x {record.seq_len} = {wanted}",
-                fix,
-            )
+def batch_tokens(record: Record, tokens: int, batch: int, seq_len: int) -> Iterator[Problem]:
+    wanted = batch * seq_len
+    if tokens != wanted:
+        whole = tokens % seq_len == 0
+        fix = f"{wanted} tokens" + (f" or GlobalBatchSize {tokens // seq_len}" if whole else "")
+        yield f"{tokens}", f"{batch} x {seq_len} = {wanted}", fix
 
 
-def layers_stages(record: Record) -> Iterator[Problem]:
+def layers_stages(record: Record, pp: int) -> Iterator[Problem]:
     shape = shape_of(record)
     # A row that did not run may say so truthfully, whatever its layout.
     ran = record.outcome == "ok" or (record.outcome == "oom" and record.style != "scaling")
-    if shape is None or not record.pp or record.pp == 1 or not ran:
+    if shape is None or pp == 1 or not ran:
         return
-    layers, chunks = shape.model.layers, record.pp * (record.virtual_stages or 1)
+    layers, chunks = shape.model.layers, pp * (record.virtual_stages or 1)
     stated = _stated(record, "stages")
     if stated:
-        good = sum(stated) == layers and len(stated) == record.pp
+        good = sum(stated) == layers and len(stated) == pp
     elif record.style == "scaling" or record.stack.startswith("fourfold"):
         good = chunks <= layers  # uneven stages are legal; a stage without a layer is not
     else:
         good = any((layers + ends) % chunks == 0 for ends in (0, 1, 2))
     if not good:
         sizes = [size for size in range(1, layers + 1) if layers % size == 0]
-        near = sorted(sorted(sizes, key=lambda size: abs(size - record.pp))[:2])
+        near = sorted(sorted(sizes, key=lambda size: abs(size - pp))[:2])
         yield (
-            f"PP {record.pp} over {layers} layers",
+            f"PP {pp} over {layers} layers",
             f"{chunks} equal parts (with embedding and head: {layers + 1} or {layers + 2})",
             f"PP {' or '.join(map(str, near))}, or other layers",
         )
 
 
-def size_label(record: Record) -> Iterator[Problem]:
-    if record.style == "scaling":
+def parameters(record: Record, params: int) -> Iterator[Problem]:
+    shape, seq_len = shape_of(record), record.seq_len or NOTES_SEQ_LEN
+    if shape is None or not shape.vocab_known:
         return
-    yield from _name_against_shape(record)
-    shape = shape_of(record)
-    if shape is None:
+    wanted = model_params(shape.model, seq_len)
+    if params != wanted:
+        right = f"{wanted} for {record.label} at {seq_len} tokens"
+        yield f"{params} parameters", right, "check model and SeqLen"
+
+
+def size_label(record: Record, label: str) -> Iterator[Problem]:
+    shape, said = shape_of(record), cells.size_label(label)
+    if shape is None or said is None or named_shape(record) or _PROXY_LAYERS.search(label):
         return
-    seq_len = record.seq_len or NOTES_SEQ_LEN
-    if record.params and shape.vocab_known:
-        wanted = model_params(shape.model, seq_len)
-        if record.params != wanted:
-            yield (
-                f"{record.params} parameters",
-                f"{wanted} for {record.label} at {seq_len} tokens",
-                "check model and SeqLen",
-            )
-    label = cells.size_label(record.label)
-    if label is None or named_shape(record) or _PROXY_LAYERS.search(record.label):
-        return
+    model, seq_len = shape.model, record.seq_len or NOTES_SEQ_LEN
     low, high = params_range(shape, seq_len)
-    if label[1] < low * (1 - _LABEL_SLACK) or label[0] > high * (1 + _LABEL_SLACK):
-        likely = model_params(shape.model, seq_len)
+    if said[1] < low * (1 - _LABEL_SLACK) or said[0] > high * (1 + _LABEL_SLACK):
+        size = f"{model_params(model, seq_len) / 1e9:.1f}B with {model.vocab:,} words"
         yield (
-            record.label,
-            f"{show_count(low)} to {show_count(high)} for {shape.model.layers} layers of "
-            f"{shape.model.hidden}",
-            f"label {likely / 1e9:.1f}B with {shape.model.vocab:,} words, or other layers",
+            label,
+            f"{show_count(low)} to {show_count(high)} for {model.layers} layers of {model.hidden}",
+            f"label {size}, or other layers",
         )
 
 
-def _name_against_shape(record: Record) -> Iterator[Problem]:
+def name_against_shape(record: Record, label: str, layers: int, hidden: int) -> Iterator[Problem]:
     """A name of the catalogue, or '...-proxy7l', against the row's own shape columns."""
-    proxy = _PROXY_LAYERS.search(record.label)
-    named = named_shape(record)
-    if proxy and record.layers and int(proxy.group(1)) != record.layers:
-        yield (record.label, f"{record.layers} layers", "other name or layers")
-        return
-    if named is None or proxy or not (record.layers and record.hidden):
-        return
-    if (record.layers, record.hidden) != (named.layers, named.hidden):
-        yield (
-            f"{record.layers} layers of {record.hidden}",
-            f"{named.name} has {named.layers} of {named.hidden}",
-            "other name or shape",
-        )
+    proxy, named = _PROXY_LAYERS.search(label), named_shape(record)
+    if proxy and int(proxy.group(1)) != layers:
+        yield label, f"{layers} layers", "other name or layers"
+    elif not proxy and named and (layers, hidden) != (named.layers, named.hidden):
+        right = f"{named.name} has {named.layers} of {named.hidden}"
+        yield f"{layers} layers of {hidden}", right, "other name or shape"
 
 
-def expert_ranks(record: Record) -> Iterator[Problem]:
+def expert_ranks(record: Record, gpus: int, ep: int, etp: int) -> Iterator[Problem]:
     """Experts divide the ranks of a stage once more."""
-    spread, stages = record.ep * record.etp, record.pp or 1
-    if spread == 1 or not record.gpus or record.gpus % (stages * spread) == 0:
-        return
-    yield (
-        f"PP {stages}, EP {record.ep}, ETP {record.etp} on {record.gpus} GPUs",
-        f"PP x EP x ETP = {stages * spread} divides the GPUs",
-        "other GPUs, PP or EP",
-    )
+    stages = record.pp or 1
+    spread = stages * ep * etp
+    if ep * etp > 1 and gpus % spread:
+        said = f"PP {stages}, EP {ep}, ETP {etp} on {gpus} GPUs"
+        yield said, f"PP x EP x ETP = {spread} divides the GPUs", "other GPUs, PP or EP"
 
 
-def experts_divide(record: Record) -> Iterator[Problem]:
+def experts_divide(record: Record, ep: int, etp: int) -> Iterator[Problem]:
     """Every rank holds as many experts, or as wide a slice of each."""
     named = named_shape(record)
     experts = record.experts or (named.experts if named else 0)
-    if experts and experts % record.ep:
-        yield (f"EP {record.ep}", f"divides {experts} experts", "other EP or model")
-    moe = named.moe if named else None
-    if moe and moe.ffn % record.etp:
-        yield (f"ETP {record.etp}", f"divides the width of an expert, {moe.ffn}", "other ETP")
+    if experts % ep:
+        yield f"EP {ep}", f"divides {experts} experts", "other EP or model"
+    if named and named.moe and named.moe.ffn % etp:
+        yield f"ETP {etp}", f"divides the width of an expert, {named.moe.ffn}", "other ETP"
 
 
-ROW_CHECKS = {
-    "gpus-axes": gpus_axes, "expert-ranks": expert_ranks, "experts-divide": experts_divide,
-    "batch-reach": batch_reach, "batch-tokens": batch_tokens,
-    "layers-stages": layers_stages, "size-label": size_label,
-}  # fmt: skip
+_LISTED = "mpt topology reference"
+ROW_RULES: tuple[RowRule, ...] = (
+    ("gpus-axes", "scaling", "gpus", scaling_axes),
+    ("gpus-axes", _LISTED, "gpus", gpus_axes),
+    ("expert-ranks", "", "gpus ep etp", expert_ranks),
+    ("experts-divide", "", "ep etp", experts_divide),
+    ("batch-reach", "topology reference", "global_batch dp", batch_reach),
+    ("batch-reach", "mpt", "global_batch dp grad_accum micro_batch", accumulation),
+    ("batch-tokens", "", "batch_tokens global_batch seq_len", batch_tokens),
+    ("layers-stages", "", "pp", layers_stages),
+    ("size-label", _LISTED, "params", parameters),
+    ("size-label", _LISTED, "label", size_label),
+    ("size-label", _LISTED, "label layers hidden", name_against_shape),
+)
 CHECKS = (heading_count, batch_heading)
