@@ -19,7 +19,7 @@ from fourfold.result.files.run_file import NAME, RUN_FILE, read_run, read_run_fo
 from fourfold.result.files.stored import read_stored
 from fourfold.result.record import OWN_STACK
 from fourfold.result.report import RunReport
-from fourfold.spec import check, codec
+from fourfold.spec import check
 from fourfold.spec.cluster import Cluster
 from fourfold.units import counted
 
@@ -38,8 +38,7 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
         in_store = path.name == RUN_FILE and NAME.match(path.parent.name)
         try:
             if in_store or read_stored(path, field="--runs").get("type") == "RunReport":
-                plain = read_run_folder(path.parent) if in_store else read_run(path)[0]
-                reports.append(codec.load(RunReport, plain))
+                reports.append(read_run_folder(path.parent) if in_store else read_run(path)[0])
         except UserError as error:
             warn(f"{path} is skipped: {error}")
     return reports

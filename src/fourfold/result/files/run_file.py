@@ -7,7 +7,6 @@ cache's own sum is right. `.work/HOST-PID-TOKEN` holds `owner.json`; both name t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.result.files.stored import read_stored, seal
 from fourfold.result.from_run import checked
 from fourfold.result.machine import process_born
 from fourfold.result.record import RUN_FIELDS, Record, model_of
 from fourfold.result.report import RunReport
-from fourfold.spec import RunSpec, check, codec
+from fourfold.spec import check, codec
 
 INDEX = ".index.json"
 _VERSION = 3
@@ -94,7 +93,6 @@ class RunIndex:
 RUN_FILE = "run.json"
 # run id, device, torch version, repeat
 NAME = re.compile(r"([0-9a-f]{16})_([a-z0-9-]*)_([a-z0-9-]*)_([0-9]{1,6})\Z")
-_RUN_KEYS = {"schema", "type", *(field.name for field in dataclasses.fields(RunReport))}
 
 
 def slug(text: str) -> str:
@@ -113,10 +111,11 @@ class RunKey:
         return f"{self.run_id}_{slug(self.device)}_{slug(self.torch)}_{self.repeat}"
 
 
-def key_of(report: RunReport) -> RunKey:
+def key_of(report: RunReport, run_id: str = "") -> RunKey:
+    """`run_id`: where it is known; working it out takes as long as the rest."""
     known = dict(report.environment)
     device, torch = known.get("device", ""), known.get("torch", "")
-    return RunKey(report.spec.run_id, device, torch, report.repeat)
+    return RunKey(run_id or report.spec.run_id, device, torch, report.repeat)
 
 
 def run_bytes(report: RunReport) -> bytes:
@@ -124,36 +123,30 @@ def run_bytes(report: RunReport) -> bytes:
     return seal(codec.json_of(plain))
 
 
-def read_run(path: Path) -> tuple[dict[str, Any], str]:
-    """Plain data of a RunReport and the id of its run; both checked against each other."""
+def read_run(path: Path) -> tuple[RunReport, str]:
+    """A stored report and the id under which it was stored."""
     plain = read_stored(path)
     spec = plain.get("spec")
     # A stored run holds its model; a name or a path there would be read from elsewhere.
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
         raise UserError("is not a stored run", field="run", value=str(path))
     run_id = plain.pop("run_id", None)
-    if run_id is None:  # stored before the id was
-        run_id = codec.decode(RunSpec, spec, "spec").run_id
-    unknown = plain.keys() - _RUN_KEYS
-    if unknown:
-        raise UserError(f"has unknown entries ({min(unknown)})", field="run", value=str(path))
-    return plain, str(run_id)
+    with inside(path):
+        report = codec.load(RunReport, plain)
+    return report, str(run_id or report.spec.run_id)  # some were stored before the id was
 
 
-def read_run_folder(folder: Path) -> dict[str, Any]:
-    """Plain data of the run kept in `folder`, which must be the one that its name says."""
+def read_run_folder(folder: Path) -> RunReport:
+    """The run kept in `folder`, which must be the one that its name says."""
     match = NAME.match(folder.name)
     if match is None or not is_folder(folder):
         raise UserError("is not the folder of a run", field="run", value=str(folder))
-    plain, run_id = read_run(folder / RUN_FILE)
-    known = plain.get("environment")
-    known = known if isinstance(known, dict) else {}
-    device, torch = (str(known.get(name, "")) for name in ("device", "torch"))
-    key = RunKey(run_id, device, torch, plain.get("repeat", 0))
+    report, run_id = read_run(folder / RUN_FILE)
+    key = key_of(report, run_id)
     if key.name != f"{folder.name[: match.start(4)]}{int(match.group(4))}":
         rule = f"contains another run ({key.name})"
         raise UserError(rule, field="run", value=str(folder / RUN_FILE))
-    return plain
+    return report
 
 
 WORK = ".work"

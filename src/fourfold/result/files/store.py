@@ -49,16 +49,11 @@ class Stored:
     summary: Record
 
     def report(self) -> RunReport:
-        try:
-            return codec.load(RunReport, run_file.read_run_folder(self.folder))
-        except UserError as error:
-            if error.value is None or str(self.folder) not in str(error.value):
-                raise error.inside(self.folder / run_file.RUN_FILE) from None
-            raise
+        return run_file.read_run_folder(self.folder)
 
 
 def _summary_of(folder: Path) -> Record:
-    return record_of(codec.load(RunReport, run_file.read_run_folder(folder)), folder.name[:16])
+    return record_of(run_file.read_run_folder(folder), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -222,17 +217,19 @@ def _tidy(place: Path, *, everything: bool) -> None:
 def _finished(place: Path) -> RunReport | None:
     """A run whose report was written before its writer died; a cancelled one is not finished. An
     error where a report is there and cannot be read."""
-    for name, kind in ((run_file.RUN_FILE, RunReport), (REPORT_FILE, JobReport)):
-        if not os.path.lexists(place / name):
-            continue
-        is_run = kind is RunReport
-        plain = run_file.read_run(place / name)[0] if is_run else read_stored(place / name)
-        with inside(place / name):
-            loaded = codec.load(kind, plain)
-        report = loaded if isinstance(loaded, RunReport) else next(iter(loaded.runs), None)
-        if report is not None and report.outcome != "cancelled":
+    for report in _reports(place):
+        if report.outcome != "cancelled":
             return dataclasses.replace(report, predicted=report.predicted or _predicted(place))
     return None
+
+
+def _reports(place: Path) -> Iterator[RunReport]:
+    """What its own file says, else the job's report."""
+    if os.path.lexists(place / run_file.RUN_FILE):
+        yield run_file.read_run(place / run_file.RUN_FILE)[0]
+    if os.path.lexists(place / REPORT_FILE):
+        with inside(place / REPORT_FILE):
+            yield from codec.load(JobReport, read_stored(place / REPORT_FILE)).runs[:1]
 
 
 def _predicted(place: Path) -> Prediction | None:
