@@ -146,6 +146,17 @@ def test_the_best_is_named_with_its_ranks_of_experts() -> None:
     assert "dp4 tp1 cp1 pp1 ep2 micro batch 1 on 4 GPUs, 1.500 s" in text
 
 
+def test_the_best_is_named_with_the_settings_that_others_of_its_layout_lack() -> None:
+    plain = run("llama-tiny", 4, 1, tp=2)
+    compiled = replace(plain, policy=replace(plain.policy, compile=True))
+    sharded = replace(plain, policy=replace(plain.policy, sharding="zero3"))
+    again = made(compiled, 1.2, at="2025-01-01T00:00:00+00:00")
+    found = [made(plain, 2.0), made(compiled, 1.0), again, made(sharded, 3.0)]
+    text = write(publish(found, "topology", "causal"), "text")
+    assert "on 4 GPUs; sharding zero1; compiled, 1.000 s" in text
+    assert "on 4 GPUs; sharding zero1; compiled: 1.000 (earlier 1.200)" in text
+
+
 @pytest.mark.parametrize("style", STYLE_CONVENTION)
 def test_measured_again_shows_the_newest_and_keeps_both(style: str) -> None:
     old = made(run("llama-tiny", 4, 1, tp=2), 2.0, at="2026-01-01T00:00:00+00:00")

@@ -70,10 +70,19 @@ def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
         return [("", records)]
     differ = differing(shared, CONFIG)
     parts = []
-    for values, part in grouped(records, differ).items():
-        named = zip(differ, values, strict=True)
-        parts.append(("".join(f"; {n.replace('_', ' ')} {v}" for n, v in named if v), part))
+    for part in grouped(records, differ).values():
+        parts.append((_words(part[0], differ), part))
     return parts
+
+
+def _words(record: Record, names: Iterable[str]) -> str:
+    """'; sharding zero3; compiled': these fields, but for those that say nothing."""
+    known = ((name, getattr(record, name)) for name in names)
+    return "".join(
+        f"; {value}" if name == "variant" else f"; {name.replace('_', ' ')} {value}"
+        for name, value in known
+        if value
+    )
 
 
 def _heading(record: Record, style: str, rule: str) -> str:
@@ -101,21 +110,29 @@ def _below(
     newest: list[Record], older: dict[tuple[object, ...], list[Record]], style: str
 ) -> list[str]:
     lines = []
+    # Settings without which two lines could mean the same rows; some are said by the variant too.
+    alike = grouped(newest, (*_COMPARABLE, *_AXES, *EXPERT_AXES, "stack")).values()
+    telling = [name for name in differing(alike, CONFIG) if name not in ("offload", "equivalence")]
+
+    def speed(record: Record) -> str:
+        seconds, tflops = figure(record.step_s), figure(record.tflops_gpu)
+        return f"{_axes(record)}{_words(record, telling)}, {seconds} s, {tflops} TFLOPs"
+
     for same in grouped([r for r in newest if r.step_s], _COMPARABLE).values():
         if len(same) > 1:
             best = min(same, key=lambda record: record.step_s or 0.0)
             what = f"{best.label}, {best.seq_len} tokens, global batch {best.global_batch}"
-            lines.append(f"Best by seconds per iteration ({what}): {_speed(best)}")
+            lines.append(f"Best by seconds per iteration ({what}): {speed(best)}")
             most = max(same, key=lambda record: record.tflops_gpu or 0.0)
             if most is not best and (most.tflops_gpu or 0) > (best.tflops_gpu or 0) * 1.001:
-                lines[-1] += f" (most TFLOPs: {_speed(most)})"
+                lines[-1] += f" (most TFLOPs: {speed(most)})"
     for record in newest:
         if record.config in older:
             old = older[record.config]
             was = ", ".join(_figure_of(repeat, style) for repeat in reversed(old[-4:]))
             was += f" and {len(old) - 4} more" if len(old) > 4 else ""
             figures = f"{_figure_of(record, style)} (earlier {was})"
-            lines.append(f"Repeat: {_axes(record)}: {figures}")
+            lines.append(f"Repeat: {_axes(record)}{_words(record, telling)}: {figures}")
     return [*(lines or [counted(len(newest), "configuration")]), *_marks(newest)]
 
 
@@ -139,10 +156,6 @@ def _axes(record: Record) -> str:
     engine = f" by {record.stack}" if record.torch and record.stack != OWN_STACK else ""
     gpus = f" on {counted(record.gpus, 'GPU')}" if record.gpus else ""
     return f"{sizes} micro batch {record.micro_batch}{gpus}{engine}"
-
-
-def _speed(record: Record) -> str:
-    return f"{_axes(record)}, {figure(record.step_s)} s, {figure(record.tflops_gpu)} TFLOPs"
 
 
 def _figure_of(record: Record, style: str) -> str:
