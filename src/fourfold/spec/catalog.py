@@ -17,9 +17,8 @@ from fourfold.errors import UserError, inside, nearest
 from fourfold.spec import check, codec, texts
 from fourfold.spec.cluster import Cluster, Device, device_id, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
+from fourfold.spec.texts import DATA, data, text
 
-# A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
-DATA = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data")
 T = TypeVar("T")
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 _HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -38,18 +37,6 @@ TINY = {
     "mixtral": "mixtral-tiny",
     "deepseek": "deepseek-tiny",
 }
-
-
-@functools.cache
-def data(name: str) -> dict[str, Any]:
-    """A file of the package's data."""
-    return texts.parse_toml(text(name))
-
-
-def text(name: str) -> str:
-    """The same as it is written."""
-    with open(os.path.join(DATA, name), encoding="utf-8") as stream:
-        return stream.read()
 
 
 @functools.cache

@@ -1,8 +1,11 @@
-"""JSON and TOML texts of users -> plain data; what no file of ours can be is refused."""
+"""JSON and TOML texts of users -> plain data; what no file of ours can be is refused. Files of the
+package's own data."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import tomllib
 from typing import Any, TypeVar
@@ -10,6 +13,8 @@ from typing import Any, TypeVar
 from fourfold import door, files
 from fourfold.errors import UserError, inside, shorten
 
+# A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
+DATA = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data")
 T = TypeVar("T")
 # The largest spec we know has 40 kB, a sweep of 10,000 listed runs 3 MB; Python's TOML reader takes
 # a second and 150 bytes of memory for each MB and each key. JSON is read 20 times faster.
@@ -87,6 +92,18 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
         raise UserError(f"is not TOML ({error})", hint="check the file's syntax") from None
+
+
+@functools.cache
+def data(name: str) -> dict[str, Any]:
+    """A file of the package's data."""
+    return parse_toml(text(name))
+
+
+def text(name: str) -> str:
+    """The same as it is written."""
+    with open(os.path.join(DATA, name), encoding="utf-8") as stream:
+        return stream.read()
 
 
 def _shallow(data: T) -> T:

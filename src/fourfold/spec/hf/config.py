@@ -1,5 +1,5 @@
 """Typed look-ups in a Hugging Face config.json; a key that is absent, null, false or 0 asks for
-nothing."""
+nothing. Tables of model types, each with what it has of those that it is like."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import check
+from fourfold.spec import check, texts
 from fourfold.spec.codec import decode_value
 from fourfold.spec.model import Variant
+
+
+def tables(file: str, part: str) -> dict[str, dict[str, Any]]:
+    """Of a data file, by type; names that begin with _ are only there to be like."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in texts.data(file)[part].items():
+        likes, table = own.get("like", ()), {}
+        for like in [likes] if isinstance(likes, str) else likes:
+            table = _joined(table, found[like])
+        without = (*own.get("without", ()), "like", "without")
+        table = {key: value for key, value in table.items() if key not in without}
+        found[name] = _joined(table, {k: v for k, v in own.items() if k not in ("like", "without")})
+    return {name: table for name, table in found.items() if not name.startswith("_")}
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Of fields the second adds to the first; anything else it replaces."""
+    both = [key for key in ("reads", "required", "fixed") if key in first and key in second]
+    return first | second | {key: first[key] | second[key] for key in both}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,12 @@ class Config:
         value = decode_value(int, given, path)
         check.that(value >= 1, path, value, "must be from 1 to 2^63 - 1")
         return value
+
+    def whole_or_0(self, ours: str, *names: str, default: int) -> int:
+        """Null or 0 switches it off; where the file is silent, the default."""
+        given = [self.data[name] for name in names if name in self.data] or [default]
+        self.ignore(*names)
+        return self.whole(ours, *names, default=default) if given[0] else 0
 
     def number(self, ours: str, *names: str, default: float | None = None) -> float:
         path, given = self._given(ours, names, default)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
-from fourfold.spec.model import OF_SCALING, Variant
+from fourfold.spec.model import OF_SCALING
 
 Fields = dict[str, Any]
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -34,7 +33,7 @@ def sizes(config: Config) -> Fields:
     }
 
 
-def head_dim(config: Config, default: int | None, keys: tuple[str, ...]) -> int | None:
+def head_dim(config: Config, default: int | None, keys: Sequence[str]) -> int | None:
     given = keys and config.find(*keys)[1] is not None
     return config.whole("head_dim", *keys) if given else default
 
@@ -54,10 +53,6 @@ def biases(qkv: bool, out: bool, mlp: bool) -> Fields:
     """As few words as say it: `bias` for all, and what differs from it."""
     parts = {"qkv_bias": qkv, "out_bias": out}
     return {"bias": mlp} | {name: has_bias for name, has_bias in parts.items() if has_bias != mlp}
-
-
-def no_windows(config: Config, layers: int) -> Fields:
-    return {}
 
 
 def windows(
@@ -110,10 +105,10 @@ def qwen_windows(config: Config, layers: int) -> Fields:
     return windows(config, layers, local=lambda layer: layer >= first, default=4096, switched=True)
 
 
-def local_except_every(config: Config, default: int) -> Callable[[int], bool]:
+def some_windows(config: Config, layers: int, *, step: int) -> Fields:
     """Every n-th layer sees all, the others a window; newer files list the layers instead."""
-    step = config.whole("", "sliding_window_pattern", default=default)
-    return lambda layer: (layer + 1) % step != 0
+    step = config.whole("", "sliding_window_pattern", default=step)
+    return windows(config, layers, default=4096, local=lambda layer: (layer + 1) % step != 0)
 
 
 _THETA = ("rope_theta", "rotary_emb_base")
@@ -193,80 +188,5 @@ def learned(config: Config, default: int | None = None, more: int = 0) -> Fields
     return {"kind": "learned", "length": length + more}
 
 
-def no_more(config: Config, fields: Fields) -> None:
-    """A type whose keys say it all."""
-
-
-# Whether a part of a layer has biases: always the same, or a key with its default.
-Switch = bool | tuple[str, bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelType:
-    """Keys in the order in which they are looked for, none where the type has no such key.
-
-    `kv_heads` 0 and `head_dim` None stand for the usual: as many as heads, hidden / heads. `bias`:
-    of queries, keys and values; of attention's output; of the MLP. `choices`: key, default, and
-    the field with its value if true and if false. `required`: keys of which one value is modelled.
-    `fixed`: fields without a key; `own` adds what needs more than a look-up.
-    """
-
-    family: str = "llama"
-    kv_keys: tuple[str, ...] = ("num_key_value_heads",)
-    kv_heads: int = 0
-    ffn_keys: tuple[str, ...] = ("intermediate_size",)
-    ffn_per_hidden: int = 0
-    head_keys: tuple[str, ...] = ("head_dim",)
-    head_dim: int | None = None
-    norm: str = "rmsnorm"
-    eps_keys: tuple[str, ...] = ("rms_norm_eps",)
-    eps: float = 1e-6
-    act_keys: tuple[str, ...] = ("hidden_act",)
-    act: str = "silu"
-    gated: bool = True
-    bias: tuple[Switch, Switch, Switch] = (False, False, False)
-    tied: bool = False
-    positions: Callable[[Config], Fields] = rope
-    windows: Callable[[Config, int], Fields] = no_windows
-    choices: tuple[tuple[str, bool, str, str, str], ...] = ()
-    required: Mapping[str, object] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    variants: tuple[Variant, ...] = ()
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    own: Callable[[Config, Fields], None] = no_more
-
-    def __call__(self, config: Config) -> Fields:
-        """The fields of a ModelShape, from a file of this type."""
-        size = sizes(config)
-        config.variants.update(self.variants)
-        kv_heads, per_hidden = size["heads"], self.ffn_per_hidden
-        if self.kv_keys:
-            kv_heads = config.whole("kv_heads", *self.kv_keys, default=self.kv_heads or kv_heads)
-        fields = {
-            **size,
-            "family": self.family,
-            "kv_heads": kv_heads,
-            "ffn": config.whole(
-                "ffn", *self.ffn_keys, default=per_hidden * size["hidden"] if per_hidden else None
-            ),
-            "head_dim": head_dim(config, self.head_dim, self.head_keys),
-            "positions": self.positions(config),
-            "norm": self.norm,
-            "norm_eps": config.number("norm_eps", *self.eps_keys, default=self.eps),
-            "activation": activation(config, self.act, *self.act_keys, gated=self.gated),
-            "tied": config.flag("tie_word_embeddings", default=self.tied),
-            **biases(*(_is_on(config, switch) for switch in self.bias)),
-            **self.windows(config, size["layers"]),
-        }
-        for key, default, name, if_true, if_false in self.choices:
-            fields[name] = if_true if config.flag(key, default=default) else if_false
-        for key, value in self.required.items():
-            config.require(value, key)
-        config.ignore(*self.ignored)
-        fields |= self.fixed
-        self.own(config, fields)
-        return fields
-
-
-def _is_on(config: Config, switch: Switch) -> bool:
-    return switch if isinstance(switch, bool) else config.flag(switch[0], default=switch[1])
+def alibi(config: Config) -> Fields:
+    return {"kind": "alibi"}

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, texts
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.experts import EXPERT_TYPES, UNKNOWN
-from fourfold.spec.hf.types import TYPES
+from fourfold.spec.hf.types import TYPES, UNKNOWN, WITH_EXPERTS
 from fourfold.spec.model import ModelShape, Variant
 
 _EXPERTS = re.compile(r".*expert.*|(.*_)?moe(_.*)?")
@@ -25,57 +24,20 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
 # Of types with experts: what their readers look at themselves. How a release stores its weights
 # changes no shape, and formats are the policy's.
 _READ_WITH_EXPERTS = re.compile(r"(q|kv)_lora_rank|num_nextn_predict_layers|quantization_config")
-# Pattern of the whole key -> reason, hint; at the top and one table deep.
-_REFUSED = {
-    r"(vision|audio|image|text|speech|video|thinker|llm)_(config|tower)|mm_.*":
-        ("only text is modelled, not several kinds of input",
-         "save the language model's own table as a config.json, with its model_type"),
-    r"is_encoder_decoder|add_cross_attention|cross_attention.*":
-        ("only decoders without cross attention are modelled", "use a decoder-only model"),
-    r"(q|kv)_lora_rank": ("latent attention is not modelled", "only plain or grouped heads"),
-    r"num_nextn_predict_layers|num_mtp_layers|mtp_.*":
-        ("multi-token prediction is not modelled", "set it to 0"),
-    r"quantization(_config)?|compression_config":
-        ("quantised weights are not modelled: formats are the policy's",
-         "remove it and choose --precision"),
-    r"use_bidirectional_attention|prefix_lm":
-        ("attention that is not causal is not modelled", "set it to false"),
-}  # fmt: skip
-_VARIANTS: dict[str, Variant] = {
-    r".*drop(out|path)?(_.*)?|.*_pdrop": "dropout",
-    r".*soft_?cap.*": "soft-caps",
-    r"clip_qkv": "clipped-qkv",
-    r"logit_scale|logits_scaling|(embedding|residual|attention)_multiplier|softmax_scale"
-    r"|scale_attn_by_inverse_layer_idx": "multipliers",
-    r"apply_residual_connection_post_layernorm": "residual-after-norm",
-    r"rope_local_base_freq": "two-ropes",
-}
-# Dropout of heads that pretraining does not have (GPT-2's summary head, classifiers); names of
-# kernels that experts or dropout would use.
-_NOT_MEANT = re.compile(
-    r"summary_.*|classifier_.*|experts_implementation|.*_fusion|output_router_logits|router_.*"
-    r"|use_sliding_window|max_window_layers"
+
+
+def _any(patterns: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(patterns))
+
+
+_KEYS = texts.data("hf_types.toml")["keys"]
+_NOT_MEANT, _SHAPE_WORD, _HARMLESS = (
+    _any(_KEYS[name]) for name in ("not_meant", "of_shape", "harmless")
 )
-# Words in the name of a field that may change sizes or the number of tensors.
-_SHAPE_WORD = re.compile(
-    r"sizes?|dims?|widths?|layers?|heads?|rank|ratio|expansion|experts?|moe|(layer|rms)?norms?|ln"
-    r"|bias(es)?|proj(ection)?|depth|groups?|hidden|ffn|intermediate|inner|embd|embed(dings?)?"
-    r"|lora|adapters?|conv|kernel|mamba|ssm|state|mtp|nextn|kv|qk|query|key|value|mlp|gated?|glu"
-    r"|vocab|positions|attn|attention|cross|latent|blocks?|channels|window|sparse|parallel|residual"
-    r"|n|num|tower|memory|shared"
-)
-_HARMLESS = re.compile(
-    r"_.*|.*_token_ids?|.*_ids?|.*token.*|init_.*|initializer_.*|.*_(std|range|init|dtype|device)"
-    r"|.*eps(ilon)?|(max_)?(position_embeddings|sequence_length|seq_len(gth)?|length)"
-    r"|max_position_embeddings|original_max_position_embeddings|n_positions|n_ctx|model_max_length"
-    r"|seq_length|(text_)?max_.*(len|length)|.*_in_fp32|.*_in_32bit|.*upcast.*|pretraining_tp"
-    r"|tensor_parallel.*|num_(beams|beam_groups|return_sequences|labels|logits_to_keep)"
-    r"|chunk_size_feed_forward|(encoder_)?no_repeat_ngram_size|skip_bias_add(_qkv)?|slow_but_exact"
-    r"|.*act(ivation)?|activation_.*|act_fn|scale_attn_weights|embedding_fraction|pad_key_length"
-    r"|offset_alibi|.*(flash|sdpa|implementation|fused|fusion|cache).*|id2label|label2id|auto_map"
-    r"|task_specific_params|pruned_heads|tie_encoder_decoder|tf_.*|torch.*|use_bfloat16"
-    r"|layer_norm_implementation|query_pre_attn_scalar|.*_multiple_of|gradient_checkpointing.*"
-)
+_REFUSED = [(_any(one["names"]), one["rule"], one["hint"]) for one in _KEYS["refused"]]
+_VARIANTS: list[tuple[re.Pattern[str], Variant]] = [
+    (_any(patterns), variant) for variant, patterns in _KEYS["variants"].items()
+]
 
 
 def _keys(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -95,27 +57,27 @@ def _refuse_experts(data: dict[str, Any], kind: object) -> None:
         if given is None:
             field, given, rule = "model_type", kind, f"has {asked}, which is not modelled"
         raise UserError(rule, field=field, value=given, hint=hint)
-    is_without = isinstance(kind, str) and kind in TYPES and kind not in EXPERT_TYPES
+    is_without = isinstance(kind, str) and kind in TYPES and kind not in WITH_EXPERTS
     for path, name, value in _keys(data) if is_without else ():
         if value and _EXPERTS.fullmatch(name) and not _NOT_MEANT.fullmatch(name):
             rule = "gives experts to a model type that is read without them"
-            hint = f"types with experts: {', '.join(sorted(EXPERT_TYPES))}"
+            hint = f"types with experts: {', '.join(sorted(WITH_EXPERTS))}"
             raise UserError(rule, field=f"{path}{name}", value=value, hint=hint)
 
 
 def _refuse_unmodelled(data: dict[str, Any], config: Config) -> None:
     """Refuse what changes the count, note as a variant what changes only the function."""
     kind = data.get("model_type")
-    has_experts = isinstance(kind, str) and kind in EXPERT_TYPES
+    has_experts = isinstance(kind, str) and kind in WITH_EXPERTS
     for path, name, value in _keys(data):
         if not value or _NOT_MEANT.fullmatch(name):
             continue
         if has_experts and _READ_WITH_EXPERTS.fullmatch(name):
             continue
-        for pattern, (reason, hint) in _REFUSED.items():
-            check.that(not re.fullmatch(pattern, name), f"{path}{name}", value, reason, hint)
-        for pattern, variant in _VARIANTS.items():
-            if re.fullmatch(pattern, name):
+        for pattern, reason, hint in _REFUSED:
+            check.that(not pattern.fullmatch(name), f"{path}{name}", value, reason, hint)
+        for pattern, variant in _VARIANTS:
+            if pattern.fullmatch(name):
                 config.used.add(f"{path}{name}")
                 if value != 1 or isinstance(value, bool):
                     config.variants.add(variant)
@@ -128,7 +90,7 @@ def _refuse_unknown(data: dict[str, Any], config: Config) -> None:
             continue
         if path and path.removesuffix(".") not in config.used:
             continue
-        if name == "quantization_config" and data["model_type"] in EXPERT_TYPES:
+        if name == "quantization_config" and data["model_type"] in WITH_EXPERTS:
             continue
         if _NOT_MEANT.fullmatch(name) or _HARMLESS.fullmatch(name):
             continue

@@ -12,25 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec import catalog
 from fourfold.spec.experts import Moe
-from fourfold.spec.hf.parts import GELU, ModelType
-from fourfold.spec.hf.types import TYPES
+from fourfold.spec.hf.config import tables
+from fourfold.spec.hf.parts import GELU
+from fourfold.spec.hf.types import TYPES, ModelType
 from fourfold.spec.model import VARIANTS, ModelShape
 
-
-def _tables(part: str) -> dict[str, dict[str, Any]]:
-    """Of data/hf_tensors.toml, by type, each with what it has of the one that it is like."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, table in catalog.data("hf_tensors.toml")[part].items():
-        own = dict(table)
-        like, without = found.get(own.pop("like", ""), {}), own.pop("without", ())
-        found[name] = {key: value for key, value in like.items() if key not in without} | own
-    return {name: table for name, table in found.items() if not name.startswith("_")}
-
-
 # model_type -> our module -> theirs, and what its implementation in transformers computes.
-MODULES, _COMPUTED = _tables("names"), _tables("computes")
+MODULES, _COMPUTED = (tables("hf_tensors.toml", part) for part in ("names", "computes"))
 _Q_FROM_LATENT = "model.layers.{}.self_attn.q_b_proj"
 # In older files beside the weights; made anew by every implementation.
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")

@@ -3,12 +3,11 @@ reader looks for first."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-from fourfold.spec.experts import Latent, Moe
-from fourfold.spec.hf.parts import ModelType, no_windows, qwen_windows
 from fourfold.spec.hf.tensors import export_type
-from fourfold.spec.hf.types import TYPES
+from fourfold.spec.hf.types import TYPES, ModelType
 from fourfold.spec.model import OF_SCALING, ModelShape
 
 
@@ -55,13 +54,13 @@ def _like_llama(kind: str, model: ModelShape, seq_len: int) -> dict[str, Any]:
     }
     has_biases = (model.biased("qkv"), model.biased("out"), model.biased("mlp"))
     for switch, has_bias in zip(read.bias, has_biases, strict=True):
-        if isinstance(switch, tuple):
-            words[switch[0]] = has_bias
-    if read.windows is not no_windows and kind != "llama":  # Llama's own code has no windows
+        if not isinstance(switch, bool):
+            words |= dict.fromkeys(switch, has_bias)
+    if read.windows and kind != "llama":  # Llama's own code has no windows
         words["sliding_window"] = model.window
-    if read.windows is qwen_windows:
+    if read.windows == "qwen_windows":
         words["use_sliding_window"] = False
-    return words | _expert_words(kind, model)
+    return words | _expert_words(kind, read, model)
 
 
 def _gpt2(model: ModelShape, seq_len: int) -> dict[str, Any]:
@@ -95,48 +94,18 @@ def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _expert_words(kind: str, model: ModelShape) -> dict[str, Any]:
+def _expert_words(kind: str, read: ModelType, model: ModelShape) -> dict[str, Any]:
     """The part of a config.json that speaks of experts and latents."""
-    moe = model.moe
+    moe, latent = model.moe, model.latent
     if moe is None:
         return {}
-    count = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
-    words: dict[str, Any] = {
-        count.get(kind, "n_routed_experts"): model.experts,
-        "num_experts_per_tok": model.top_k,
-        "router_aux_loss_coef": moe.balance_weight,
-        "output_router_logits": False,
-    }
-    if kind != "mixtral":
-        words["norm_topk_prob"] = moe.normalised
+    words = {keys[0]: attrgetter(name)(model) for name, keys in read.reads.items()}
+    words |= {"output_router_logits": False, **read.required, **read.writes}
     if kind == "qwen3_moe":
-        words |= {
-            "moe_intermediate_size": moe.ffn, "decoder_sparse_step": moe.every,
-            "mlp_only_layers": list(range(moe.dense_first)),
-        }  # fmt: skip
-    if model.latent is not None:
-        words |= _deepseek_words(kind, model, moe, model.latent)
+        words["mlp_only_layers"] = list(range(moe.dense_first))
+    if latent is not None:
+        words["n_shared_experts"] = moe.shared_ffn // moe.ffn
+        words |= {"q_lora_rank": latent.q_rank or None, "head_dim": latent.rope}
+    if kind == "deepseek_v2":
+        words["topk_method"] = "group_limited_greedy" if moe.groups > 1 else "greedy"
     return words
-
-
-def _deepseek_words(kind: str, model: ModelShape, moe: Moe, latent: Latent) -> dict[str, Any]:
-    v3 = kind == "deepseek_v3"
-    grouped = "group_limited_greedy" if moe.groups > 1 else "greedy"
-    return {
-        "moe_intermediate_size": moe.ffn,
-        "n_shared_experts": moe.shared_ffn // moe.ffn,
-        "first_k_dense_replace": moe.dense_first,
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": moe.scale,
-        "n_group": moe.groups,
-        "topk_group": moe.group_top_k,
-        "scoring_func": moe.score,
-        "topk_method": "noaux_tc" if v3 else grouped,
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope,
-        "qk_rope_head_dim": latent.rope,
-        "v_head_dim": latent.v,
-        "head_dim": latent.rope,
-        **({"rope_interleave": True, "num_nextn_predict_layers": 0} if v3 else {}),
-    }
