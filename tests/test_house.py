@@ -66,7 +66,7 @@ HONEST = {
     ("recompute", "verbs/verify_cases.py"): "which case varies it how",
     **{
         ("axes", f"logs/{engine}.py"): "columns that this engine's prints decide"
-        for engine in ("composer", "megatron_args", "nanotron", "torchtitan")
+        for engine in ("nanotron", "torchtitan")
     },
     ("axes", "conformance/cell.py"): "words of a layout that any engine may have",
     ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
@@ -75,7 +75,6 @@ HONEST = {
         for engine in ("own", "zero")
     },
     ("axes", "logs/row.py"): "columns without which a row is incomplete",
-    ("reference columns", "logs/row.py"): "columns without which a row is incomplete",
 }
 
 

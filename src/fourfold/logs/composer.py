@@ -9,8 +9,9 @@ import re
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Yaml, fsdp_sharding, number, whole, words_of
+from fourfold.logs.nested import Flat, Yaml, fsdp_sharding, number, whole
 from fourfold.logs.series import StepLine
+from fourfold.logs.words import columns, words_of
 
 _BATCH = re.compile(
     r"\[(?:epoch=[0-9]{1,9}\]\[)?batch=([0-9]{1,12})(?:/[0-9]{1,12})?\]:?(\s*$|\s+Train .*)"
@@ -22,7 +23,6 @@ _METRIC = re.compile(
 _METRICS = re.compile(r"\b((?:throughput|memory|loss|trainer)/[\w/.-]{1,80}): (\S{1,60})(?=\s|$)")
 _CONSOLE = re.compile(r"(num_nodes|num_gpus_per_node): ([0-9]{1,7})$")
 _KEY = re.compile(r"^[a-z_]{2,40}:( \S.*)?$")
-_PRECISION = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
 
 
 class Composer:
@@ -102,37 +102,18 @@ class Composer:
 
 
 def facts_of(flat: Flat) -> Flat:
-    hidden, heads = whole(flat.get("model.d_model")), flat.get("model.n_heads", "")
+    hidden = whole(flat.get("model.d_model"))
     ratio = number(flat.get("model.expansion_ratio")) or 4.0
-    gpus = flat.get("n_gpus", "")
-    kv = flat.get("model.attn_config.kv_n_heads") or heads
-    pure = flat.get("fsdp_config.mixed_precision", "").upper()
-    tp = whole(flat.get("tp_config.tensor_parallel_degree")) or 1
-    kernel = flat.get("model.attn_config.attn_impl", "flash")
-    full = flat.get("fsdp_config.activation_checkpointing", "false").lower()
     is_mpt = flat.get("model.name") == "mpt_causal_lm"  # else the YAML names a model, no sizes
     tied = flat.get("model.tie_word_embeddings", "true").lower() != "false"
-    return {
+    facts = columns("llm-foundry", flat)
+    gpus, tp = (whole(facts.get(name)) for name in ("n_gpus", "tp"))
+    return facts | {
         "family": "mpt" if is_mpt else "",
         "unmodelled": "experts" if "moe" in flat.get("model.ffn_config.ffn_type", "") else "",
-        "n_layers": flat.get("model.n_layers", ""),
-        "d_model": str(hidden or ""),
-        "n_heads": heads,
-        "n_kv_heads": kv,
         "d_ff": str(int(ratio * hidden)) if hidden else "",
-        "vocab": flat.get("model.vocab_size", ""),
         "tied": str(int(tied)) if is_mpt else "",
-        "seq_len": flat.get("max_seq_len", flat.get("variables.max_seq_len", "")),
-        "n_gpus": gpus,
-        "tp": str(tp), "cp": "1", "pp": "1", "vpp": "1",
-        "dp": str((whole(gpus) or 0) // tp or ""),
+        "dp": str((gpus or 0) // (tp or 1) or ""),
         "sharding": fsdp_sharding(flat.get("fsdp_config.sharding_strategy", "")),
-        "sequence_parallel": "0",
-        "mbs": str(whole(flat.get("device_train_microbatch_size")) or ""),
-        "gbs": flat.get("global_train_batch_size", ""),
-        "precision": _PRECISION.get(flat.get("precision", ""), ""),
-        "act_ckpt": "full" if full == "true" else "none",
-        "attention": "unfused" if kernel == "torch" else "flash",
         "steps_of": words_of(flat),
-        "note": pure.lower() if pure in ("PURE", "DEFAULT") else "",
-    }  # fmt: skip
+    }

@@ -28,6 +28,7 @@ from fourfold.logs.nested import (
     yes,
 )
 from fourfold.logs.series import StepLine
+from fourfold.logs.words import columns
 from fourfold.spec.layout import AXES
 
 _SETTING = re.compile(
@@ -198,30 +199,24 @@ def facts_of(said: Flat) -> Flat:
     """Columns of the reference schema; '' where nothing is printed (the sequence length never is).
     Without a word of pipelines and tensor parallelism, all GPUs are data-parallel."""
 
-    def first(*names: str) -> str:
-        return next((said[n] for n in names if not is_none(said.get(n))), "")
-
-    each = first("engine.train_micro_batch_size_per_gpu", "Instantaneous batch size per device")
-    batch = first("engine.train_batch_size", "Total train batch size")
-    repeats = first("engine.gradient_accumulation_steps", "Gradient Accumulation steps")
-    ranks = whole(first("engine.world_size"))
-    sizes = [whole(one) for one in (batch, each, repeats)]
+    facts = columns("deepspeed", said)
+    repeats, ranks = facts.pop("_repeats", ""), whole(facts.get("n_gpus"))
+    sizes = [whole(one) for one in (facts.get("gbs"), facts.get("mbs"), repeats)]
     if ranks is None and all(sizes):
         total, micro, steps = (size or 1 for size in sizes)
         ranks = total // (micro * steps) if total % (micro * steps) == 0 else None
     alone = dict.fromkeys((*AXES, "vpp"), "1") | {"dp": str(ranks)} if ranks else {}
-    return alone | {
-        **{n.removeprefix(_MODEL): v for n, v in said.items() if n.startswith(_MODEL)},
-        **_unmodelled(said),
-        "n_gpus": str(ranks or ""),
-        "mbs": str(whole(each) or ""),
-        "gbs": str(whole(batch) or ""),
-        "sharding": _sharding(said),
-        "precision": _precision(said),
-        "act_ckpt": {"True": "full", "False": "none"}.get(
-            said.get("args.gradient_checkpointing", ""), ""
-        ),
-    }
+    return (
+        alone
+        | facts
+        | {
+            **{n.removeprefix(_MODEL): v for n, v in said.items() if n.startswith(_MODEL)},
+            **_unmodelled(said),
+            "n_gpus": str(ranks or ""),
+            "sharding": _sharding(said),
+            "precision": _precision(said),
+        }
+    )
 
 
 def _unmodelled(said: Flat) -> Flat:

@@ -7,13 +7,12 @@ import re
 
 from fourfold.errors import UserError
 from fourfold.logs.nested import Flat, is_none, pattern, whole, yes
+from fourfold.logs.words import columns
 from fourfold.spec import ModelShape, texts
 from fourfold.spec.hf.shapes import shape_from_config
 
 _WORDS = re.compile(r"[a-z][a-z_]+")
 _SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-# Of both parts of a key, as torchtitan calls them.
-KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 
 def expert_count(args: Flat) -> int:
@@ -25,20 +24,8 @@ def megatron_experts(args: Flat) -> Flat:
     count, is_latent = expert_count(args), yes(args.get("multi_latent_attention"))
     if count < 2:
         return {"unmodelled": "latent attention"} if is_latent else {}
-    known = latent_facts(args, "qk_head_dim", "qk_pos_emb_head_dim") if is_latent else {}
-    given = {
-        "experts": str(count),
-        "experts_per_token": args.get("moe_router_topk"),
-        "expert_ffn": _first(args, "moe_ffn_hidden_size", "ffn_hidden_size"),
-        "shared_ffn": args.get("moe_shared_expert_intermediate_size"),
-        "mtp_layers": args.get("mtp_num_layers"),
-        "ep": _first(args, "expert_model_parallel_size", "moe_expert_parallel_size"),
-        # Unsaid, experts are cut as other layers are.
-        "etp": _first(args, "expert_tensor_parallel_size", "tensor_model_parallel_size"),
-        "capacity_factor": args.get("moe_expert_capacity_factor"),
-        "head_dim": known.get("head_dim") or args.get("kv_channels"),
-    }
-    facts = known | {name: value or "" for name, value in given.items() if not is_none(value)}
+    known = latent_facts(args) if is_latent else {}
+    facts = columns("megatron-experts", args) | {"experts": str(count)} | known
     return facts | _placed(args) | {
         "dispatcher": _dispatcher(args),
         "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
@@ -62,21 +49,11 @@ def config_columns(text: str) -> Flat:
     return facts | ({"ep": "1", "etp": "1", "routing": "natural"} if shape.experts else {})
 
 
-def _first(args: Flat, *names: str) -> str | None:
-    return next((args[name] for name in names if not is_none(args.get(name))), None)
-
-
-def latent_facts(args: Flat, nope_name: str, rope_name: str) -> Flat:
+def latent_facts(args: Flat) -> Flat:
     """Latent attention; engines differ in what they call the two parts of a key."""
-    nope, rope = whole(args.get(nope_name)), whole(args.get(rope_name))
-    return {
-        "attn_kind": "mla",
-        "q_lora_rank": str(whole(args.get("q_lora_rank")) or ""),
-        "kv_lora_rank": args.get("kv_lora_rank", ""),
-        "qk_rope_dim": str(rope or ""),
-        "v_head_dim": args.get("v_head_dim", ""),
-        "head_dim": str(nope + rope) if nope and rope else "",
-    }
+    facts = columns("latent", args)
+    nope, rope = whole(facts.pop("_nope", "")), whole(facts.get("qk_rope_dim"))
+    return facts | ({"head_dim": str(nope + rope)} if nope and rope else {})
 
 
 def _placed(args: Flat) -> Flat:
@@ -100,7 +77,8 @@ def placed(kinds: list[int]) -> Flat:
 def _dispatcher(args: Flat) -> str:
     kind = args.get("moe_token_dispatcher_type", "")
     if kind == "flex":
-        return _first(args, "moe_flex_dispatcher_backend") or "deepep"
+        backend = args.get("moe_flex_dispatcher_backend")
+        return "deepep" if backend is None or is_none(backend) else backend
     return "alltoall" if kind == "alltoall_seq" else kind
 
 

@@ -6,49 +6,26 @@ import re
 
 from fourfold.cost.scaling import CALLED
 from fourfold.logs.experts import expert_count, megatron_experts, recomputed
-from fourfold.logs.nested import OFFLOADED, Flat, bracketed, is_none, whole, words_of, yes
+from fourfold.logs.nested import OFFLOADED, Flat, bracketed, is_none, whole, yes
+from fourfold.logs.words import WORDS, columns, renamed, words_of
 from fourfold.spec.words import RECOMPUTE
-
-# Today's name <- those of GPT-NeoX, of Megatron's first releases and of its forks.
-_OLD_NAMES = {
-    "tensor_model_parallel_size": ("model_parallel_size", "intra_layer_model_parallel_size"),
-    "pipeline_model_parallel_size": ("pipe_parallel_size", "inter_layer_model_parallel_size"),
-    "micro_batch_size": ("train_micro_batch_size_per_gpu", "batch_size"),
-    "global_batch_size": ("train_batch_size",),
-    "world_size": ("global_num_gpus",),
-    "ffn_hidden_size": ("intermediate_size",),
-    "num_query_groups": ("num_kv_heads", "num_attention_heads_kv"),
-    "untie_embeddings_and_output_weights": ("no_weight_tying",),
-    "num_experts": ("moe_num_experts",),
-}
-
 
 # The last one: Megatron-DeepSpeed's.
 _OFFLOADS = (
     "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading",
     "cpu_optimizer",
 )  # fmt: skip
-# Layers that are neither attention nor an MLP; their number is in num_layers all the same.
-_OTHER_LAYERS = {
-    "is_hybrid_model": "Mamba layers",
-    "hybrid_override_pattern": "Mamba layers",
-    "hybrid_layer_pattern": "Mamba layers",
-    "experimental_attention_variant": "another attention than softmax of all tokens",
-    "heterogeneous_layers_config_path": "layers of several sizes",
-}
 # Of a layer without experts, what selective recompute repeats; attention's core where nothing says.
 _MODULES = {"": "selective", "core_attn": "selective", "layernorm mlp": "norm+mlp"}
 
 
 def _renamed(args: Flat) -> Flat:
     """Under today's names, with what old releases could not do otherwise."""
-    args = dict(args)
     if args.get("attention_head_type") == "multiquery":
-        args["num_query_groups"] = "1"
-    for name, olds in _OLD_NAMES.items():
-        known = [args[old] for old in (name, *olds) if not is_none(args.get(old))]
-        if known:
-            args[name] = known[0]
+        args = args | {"num_query_groups": "1"}
+    args = renamed("megatron", args)
+    if "group_query_attention" in args and not yes(args["group_query_attention"]):
+        args["num_query_groups"] = ""
     if "model_parallel_size" in args:
         if args.get("pipeline_model_parallel_size", "0") == "0":  # NeoX: no pipeline
             args["pipeline_model_parallel_size"] = "1"
@@ -68,30 +45,9 @@ def facts_of(args: Flat) -> Flat:
     if is_none(args.get("hidden_size")) and is_none(args.get("world_size")):
         return {}
     args = _renamed(args)
-    heads = args.get("num_attention_heads", "")
-    grouped = yes(args.get("group_query_attention")) or "group_query_attention" not in args
-    groups = args.get("num_query_groups")
-    given = {
-        "n_layers": args.get("num_layers"),
-        "d_model": args.get("hidden_size"),
-        "n_heads": heads,
-        "n_kv_heads": groups if grouped and not is_none(groups) else heads,
-        "head_dim": args.get("kv_channels"),
-        "d_ff": args.get("ffn_hidden_size"),
-        "vocab": args.get("padded_vocab_size"),
-        "seq_len": args.get("seq_length"),
-        "n_gpus": args.get("world_size"),
-        "tp": args.get("tensor_model_parallel_size"),
-        "cp": args.get("context_parallel_size", "1"),
-        "pp": args.get("pipeline_model_parallel_size"),
-        "dp": args.get("data_parallel_size"),
-        "mbs": args.get("micro_batch_size"),
-        "gbs": args.get("global_batch_size"),
-    }
-    counts = {name: str(whole(value) or "") for name, value in given.items()} | _unmodelled(args)
-    split = yes(args.get("sequence_parallel")) and counts["tp"] not in ("", "1")
+    counts = columns("megatron", args) | _unmodelled(args)
+    split = yes(args.get("sequence_parallel")) and counts.get("tp", "1") != "1"
     return counts | {
-        "vpp": str(whole(args.get("virtual_pipeline_model_parallel_size")) or 1),
         "tied": str(int(not yes(args.get("untie_embeddings_and_output_weights")))),
         "family": _family(args),
         "sharding": _sharding(args),
@@ -108,7 +64,7 @@ def facts_of(args: Flat) -> Flat:
 def _unmodelled(args: Flat) -> Flat:
     if any(yes(args.get(name)) for name in _OFFLOADS):
         return {"unmodelled": OFFLOADED}
-    for name, words in _OTHER_LAYERS.items():
+    for name, words in WORDS["other_layers"].items():
         if args.get(name, "").lower() not in ("", "none", "null", "false", "0", "0.0"):
             return {"unmodelled": words}
     window = re.search(r"-?[0-9]{1,9}", args.get("window_size", ""))

@@ -20,21 +20,10 @@ from fourfold.logs.mapping import plain_heading
 from fourfold.logs.nested import json_object, number, whole
 from fourfold.logs.row import COLUMNS, text_of
 from fourfold.logs.series import StepLine
-from fourfold.spec.layout import AXES
+from fourfold.logs.words import columns
 
 _MOST_CHARS = 2**26
-# Column of the reference schema -> field of the report's `config`.
-_CONFIG = {
-    "row_id": "test_id", "model": "model_name", "n_layers": "num_layers", "d_model": "hidden_size",
-    "n_heads": "num_attention_heads", "n_kv_heads": "num_query_groups", "d_ff": "ffn_hidden_size",
-    "seq_len": "seq_length", "n_gpus": "world_size", "gpus_per_node": "gpus_per_node",
-    "vpp": "virtual_pipeline_parallel_size", "sequence_parallel": "sequence_parallel",
-    "mbs": "micro_batch_size", "gbs": "global_batch_size",
-}  # fmt: skip
-_AXES = ("pipeline", "data", "context", "tensor")
-_CONFIG |= {axis: f"{word}_parallel_size" for axis, word in zip(AXES, _AXES, strict=True)}
 _STACKS = {"megatronbridge": "megatron-bridge", "megatronrun": "megatron-lm", "nemorun": "nemo"}
-_FAMILIES = {"rmsnorm": "llama", "layernorm": "gpt"}
 _AXES_OF_ONE = ("context_parallel_size", "virtual_pipeline_parallel_size")
 
 
@@ -53,19 +42,18 @@ def cloudai_report(path: str | Path) -> dict[str, Any] | None:
 
 def read_cloudai(report: Mapping[str, Any], book: Book) -> None:
     config = report["config"]
-    facts = {column: config.get(name) for column, name in _CONFIG.items()}
-    facts |= {column: 1 for column, name in _CONFIG.items()
-              if name in _AXES_OF_ONE and name in config and config[name] is None}  # fmt: skip
+    said = {name: "1" if value is None and name in _AXES_OF_ONE else text_of(value)
+            for name, value in config.items()}  # fmt: skip
+    facts = columns("cloudai", said)
     template = str(config.get("test_template_name", "")).lower()
     facts["stack"] = _STACKS.get(template, template)
-    if str(config.get("position_embedding_type")).lower() != "none":
-        facts["family"] = _FAMILIES.get(str(config.get("normalization")).lower())
+    if said.get("position_embedding_type", "").lower() == "none":
+        facts.pop("family", None)
     if config.get("fp8"):
         facts["precision"] = "fp8"
     if whole(str(config.get("num_experts"))):
         facts["unmodelled"] = f"{config['num_experts']} experts"
-    plain = {n: v for n, v in facts.items() if isinstance(v, str | int | float)}
-    book.fact(**plain)
+    book.fact(**facts)
     slow = _profiled(config)
     for at, step in enumerate(report["steps"], start=1):
         line = _step(step) if isinstance(step, dict) else None

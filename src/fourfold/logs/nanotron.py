@@ -12,8 +12,9 @@ import re
 from fourfold.logs.book import Book
 from fourfold.logs.experts import placed
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, is_none, number, whole, words_of, yes
+from fourfold.logs.nested import Flat, Nested, number, whole, yes
 from fourfold.logs.series import StepLine
+from fourfold.logs.words import columns, words_of
 
 _STEP = re.compile(r"\biteration: ([0-9]{1,12}) / [0-9]{1,12} \|")
 _FIELD = re.compile(
@@ -100,19 +101,8 @@ class Nanotron:
 
 
 def model_facts(flat: Flat) -> Flat:
-    heads = flat.get("num_attention_heads", "")
-    given = {
-        "n_layers": flat.get("num_hidden_layers"),
-        "d_model": flat.get("hidden_size"),
-        "n_heads": heads,
-        "n_kv_heads": flat["num_key_value_heads"]
-        if whole(flat.get("num_key_value_heads"))
-        else heads,
-        "d_ff": flat.get("intermediate_size"),
-        "vocab": flat.get("vocab_size"),
-    }
     gated = not yes(flat.get("is_starcoder2_config"))
-    known = {name: str(whole(value) or "") for name, value in given.items()}
+    known = columns("nanotron-model", flat)
     tied = yes(flat.get("tie_word_embeddings"))
     known |= {"family": "llama" if gated else "gpt", "tied": str(int(tied))}
     return known | _experts(flat)
@@ -120,52 +110,36 @@ def model_facts(flat: Flat) -> Flat:
 
 def _experts(flat: Flat) -> Flat:
     """Since 2025 they have a table of their own, which lists the layers that have them."""
-    experts = whole(flat.get("moe_num_experts")) or whole(flat.get("moe_config.num_experts")) or 0
+    facts = columns("nanotron-experts", flat)
+    experts = whole(facts.get("experts")) or 0
     if experts < 2 or "moe_config.top_k" not in flat:
         return {"unmodelled": f"{experts} experts" if experts > 1 else ""}
     table = {name.removeprefix("moe_config."): value for name, value in flat.items()}
     routed = {value for name, value in table.items() if name.startswith("layers.")}
     layers = range(whole(flat.get("num_hidden_layers")) or 0)
     has_shared = yes(table.get("enable_shared_expert"))
-    capacity = table.get("moe_expert_capacity_factor")
-    return {
-        "unmodelled": "",
-        "family": "mixtral",
-        "experts": str(experts),
-        "experts_per_token": table["top_k"],
-        "expert_ffn": table.get("moe_intermediate_size") or flat.get("intermediate_size", ""),
-        "shared_ffn": table.get("shared_expert_intermediate_size", "") if has_shared else "",
-        "dispatcher": table.get("token_dispatcher_type", ""),
-        "routing": "natural" if is_none(capacity) else "drop",
-        "capacity_factor": "" if is_none(capacity) else str(capacity),
-    } | placed([int(routed == {"-1"} or str(at) in routed) for at in layers])
+    return (
+        facts
+        | {
+            "unmodelled": "",
+            "family": "mixtral",
+            "shared_ffn": table.get("shared_expert_intermediate_size", "") if has_shared else "",
+            "routing": "drop" if "capacity_factor" in facts else "natural",
+        }
+        | placed([int(routed == {"-1"} or str(at) in routed) for at in layers])
+    )
 
 
 def config_facts(flat: Flat) -> Flat:
-    axes = {axis: whole(flat.get(f"parallelism.{axis}")) for axis in ("dp", "tp", "pp")}
-    cp = whole(flat.get("parallelism.context_parallel_size")) or 1
-    micro = whole(flat.get("tokens.micro_batch_size"))
+    facts = columns("nanotron", flat)
+    dp, tp, pp, cp, micro = (whole(facts.get(n)) for n in ("dp", "tp", "pp", "cp", "mbs"))
     rounds = whole(flat.get("tokens.batch_accumulation_per_replica"))
-    zero = whole(flat.get("optimizer.zero_stage"))
-    facts = {axis: str(size or "") for axis, size in axes.items()}
-    if all(axes.values()):
-        gpus = (axes["dp"] or 1) * (axes["tp"] or 1) * (axes["pp"] or 1) * cp
-        facts["n_gpus"] = str(gpus)
-    if micro and rounds and axes["dp"]:
-        facts["gbs"] = str(micro * rounds * axes["dp"])
-    dtype = flat.get("model.dtype", "").rpartition(".")[2]
+    if dp and tp and pp:
+        facts["n_gpus"] = str(dp * tp * pp * (cp or 1))
+    if micro and rounds and dp:
+        facts["gbs"] = str(micro * rounds * dp)
     mode = flat.get("parallelism.tp_mode", "").lower()
     return facts | {
-        "cp": str(cp),
-        "ep": flat.get("parallelism.expert_parallel_size", ""),
-        "etp": flat.get("parallelism.expert_tensor_parallel_size", "1"),
-        "vpp": "1",
-        "mbs": str(micro or ""),
-        "seq_len": str(whole(flat.get("tokens.sequence_length")) or ""),
-        "sharding": "" if zero is None else f"zero{zero}",
-        "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, ""),
-        "act_ckpt": "full" if yes(flat.get("parallelism.recompute_layer")) else "none",
-        "attention": "flash",
         "steps_of": words_of(flat),
-        "sequence_parallel": str(int("reduce_scatter" in mode and facts["tp"] != "1")),
+        "sequence_parallel": str(int("reduce_scatter" in mode and tp != 1)),
     }

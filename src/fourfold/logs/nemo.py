@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs.nested import MOST_ENTRIES, Flat, is_none, number, whole
+from fourfold.logs.nested import MOST_ENTRIES, Flat, number, whole
 from fourfold.logs.series import StepLine
+from fourfold.logs.words import renamed
 
 _LINE = re.compile(r"Training epoch [0-9]{1,9}, iteration ([0-9]{1,12})/[0-9]{1,12}\s*\|(.*)")
 # Of Megatron's line, too.
@@ -114,9 +115,7 @@ def arguments_of(yaml: Flat) -> Flat:
                 flat[path.rpartition(".")[2]] = value
     if "tensor_model_parallel_size" not in flat:
         return {}
-    for name, old in (("seq_length", "encoder_seq_length"), ("padded_vocab_size", "vocab_size")):
-        if is_none(flat.get(name)):
-            flat[name] = flat.get(old, "")
+    flat = renamed("nemo", flat)
     gpus = [whole(resolved.get(f"trainer.{name}")) for name in ("devices", "num_nodes")]
     if None not in gpus:
         flat.setdefault("world_size", str((gpus[0] or 0) * (gpus[1] or 0)))

@@ -17,6 +17,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
 from fourfold.logs.experts import model_columns
 from fourfold.logs.nested import ADAPTERS, OFFLOADED, number, whole
+from fourfold.logs.words import COUNTS, NUMBERS
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
@@ -38,15 +39,6 @@ NEEDED = (
 _WINDOWS = re.compile(r"windows of ([0-9]{1,9}) tokens")
 _WANTED = {OFFLOADED: "no-offload", ADAPTERS: "all-weights"}
 _OF_EXPERTS = ("experts_per_token", "expert_ffn")
-_COUNTS = (
-    "gpus_per_node", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len",
-    "n_gpus", *AXES, "vpp", "mbs", "gbs", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_dim",
-    "v_head_dim", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
-    "moe_every", "mtp_layers", "ep", "etp",
-)  # fmt: skip
-_NUMBERS = (
-    "step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs", "capacity_factor",
-)  # fmt: skip
 _MOST_CHARS = 300
 
 
@@ -77,9 +69,9 @@ class Row:
     def plain(self) -> dict[str, Any]:
         """With numbers as numbers."""
         plain: dict[str, Any] = {name: self[name] or None for name in (*COLUMNS, *EXTRA)}
-        for name in (*_COUNTS, "tied", "sequence_parallel", "steps", "unread_lines"):
+        for name in (*COUNTS, "tied", "sequence_parallel", "steps", "unread_lines"):
             plain[name] = whole(self[name])
-        for name in _NUMBERS:
+        for name in NUMBERS:
             plain[name] = number(self[name])
         return plain | {"missing": list(self.missing), "notes": self.notes}
 
@@ -170,11 +162,11 @@ def _is_covered(row: Row) -> bool:
 def _tidy(row: Row) -> None:
     """Our words for what others write; what is no number or no word of ours is noted and blank."""
     _replicas(row)
-    for name in (*_COUNTS, *_NUMBERS):
+    for name in (*COUNTS, *NUMBERS):
         text = row[name]
         if not text:
             continue
-        value = whole(text) if name in _COUNTS else number(text)
+        value = whole(text) if name in COUNTS else number(text)
         if value is None or value <= 0:
             row.notes.append(f"{name} is no number above 0: {text[:40]}")
         row.cells[name] = text_of(value) if value and value > 0 else ""

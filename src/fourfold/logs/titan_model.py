@@ -8,8 +8,9 @@ import re
 from functools import cache
 
 from fourfold.cost.count.params import model_params
-from fourfold.logs.experts import KEYS, latent_facts, model_columns, placed
-from fourfold.logs.nested import Flat, number, whole, yes
+from fourfold.logs.experts import latent_facts, model_columns, placed
+from fourfold.logs.nested import Flat, is_none, number, whole, yes
+from fourfold.logs.words import columns
 from fourfold.spec import ModelShape, catalog
 
 _BACKENDS = {"standard": "alltoall"}
@@ -36,7 +37,7 @@ def titan_experts(args: Flat) -> Flat:
         "family": "deepseek" if has_latent else "qwen-moe",
     }
     if has_latent:
-        facts |= latent_facts(args, *KEYS) | {"d_ff": args.get("inter_dim", "")}
+        facts |= latent_facts(args) | {"d_ff": args.get("inter_dim", "")}
     return facts
 
 
@@ -50,36 +51,19 @@ def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
         values = {value for at, value in fields.get(name, {}).items() if at in routed}
         return values.pop() if len(values) == 1 else ""
 
-    latent = {name.rpartition(".")[2]: said(name) for name in fields if name.count(".") == 1}
+    each = {name: said(name) for name in fields}
+    latent = {name.rpartition(".")[2]: value for name, value in each.items()
+              if name.count(".") == 1}  # fmt: skip
     dispatcher = [kind for name, kind in _TOLD_BY.items()
                   if f"moe.routed_experts.token_dispatcher.{name}" in fields]  # fmt: skip
-    facts = {
-        "experts": said("moe.num_experts"),
-        "experts_per_token": said("moe.router.top_k"),
-        "expert_ffn": said("moe.routed_experts.inner_experts.hidden_dim"),
-        "shared_ffn": said("moe.shared_experts.w1.out_features"),
+    facts = columns("torchtitan-experts", each) | {
         "dispatcher": dispatcher[0] if dispatcher else "alltoall",
-        "head_dim": said("attention.head_dim"),
         "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
     }
     if latent.get("kv_lora_rank"):
-        facts |= latent_facts(latent, *KEYS)
+        facts |= latent_facts(latent)
         facts["n_kv_heads"] = said("attention.n_heads")
     return facts | placed([int(at in routed) for at in range(layers)])
-
-
-def titan_layout(flat: Flat) -> Flat:
-    """What its configuration says of the exchange; 'forced' only where it is on."""
-    backend = flat.get("parallelism.expert_parallel_comm_backend", "")
-    forced = flat.get(
-        "debug.moe_force_load_balance", flat.get("training.debug_moe_force_load_balance")
-    )
-    return {
-        "_ep": flat.get("parallelism.expert_parallel_degree", ""),
-        "_etp": flat.get("parallelism.expert_tensor_parallel_degree", ""),
-        "_dispatcher": _BACKENDS.get(backend, backend),
-        "_forced": str(int(yes(forced))) if forced is not None else "",
-    }
 
 
 def titan_placed(facts: Flat) -> Flat:
@@ -88,40 +72,31 @@ def titan_placed(facts: Flat) -> Flat:
         return {}
     ep = whole(facts.get("_mesh_ep") or facts.get("_ep")) or 1
     etp = whole(facts.get("_mesh_etp") or facts.get("_etp")) or 1
-    tp = whole(facts.get("tp")) or 1
+    tp, backend = whole(facts.get("tp")) or 1, facts.get("_dispatcher", "standard")
     return {
         "ep": str(ep),
         "etp": str(tp if ep == 1 else etp),
-        "dispatcher": facts.get("dispatcher") or facts.get("_dispatcher") or "alltoall",
+        "dispatcher": facts.get("dispatcher") or _BACKENDS.get(backend, backend),
         "routing": "forced" if facts.get("_forced") == "1" else "natural",
     }
 
 
 # 'model_spec.model.layers.31.attention.n_heads'
 _LAYER = re.compile(r"model_spec\.model\.layers\.([0-9]{1,6})\.(\S+)")
+_SIZED = ("attention.n_heads", "attention.n_kv_heads", "attention.head_dim",
+          "feed_forward.w1.out_features")  # fmt: skip
 _ANY_LENGTH = 8192  # positions of these models have no weights
 
 
 def printed_sizes(flat: Flat) -> Flat:
     """Of what 0.2 prints behind 'Building NAME FLAVOR with'."""
-    hidden, heads = whole(flat.get("dim")), flat.get("n_heads", "")
-    ffn = whole(flat.get("hidden_dim"))
-    if ffn is None and hidden and "multiple_of" in flat:
+    hidden = whole(flat.get("dim"))
+    known = columns("torchtitan-model", flat)
+    if "d_ff" not in known and hidden and "multiple_of" in flat:
         wide = int(2 * 4 * hidden / 3)
         wide = int((number(flat.get("ffn_dim_multiplier")) or 1.0) * wide)
         step = max(1, whole(flat.get("multiple_of")) or 1)
-        ffn = step * -(-wide // step)
-    given = {
-        "n_layers": flat.get("n_layers"),
-        "d_model": flat.get("dim"),
-        "n_heads": heads,
-        "n_kv_heads": flat["n_kv_heads"] if whole(flat.get("n_kv_heads")) else heads,
-        "head_dim": flat.get("head_dim"),
-        "d_ff": str(ffn or ""),
-        "vocab": flat.get("vocab_size"),
-        "_max_len": flat.get("max_seq_len"),
-    }
-    known = {name: str(whole(value) or "") for name, value in given.items()}
+        known["d_ff"] = str(step * -(-wide // step))
     known |= {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
     routed = titan_experts(flat)
     experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
@@ -141,27 +116,19 @@ def configured_sizes(flat: Flat) -> Flat:
             layers.setdefault(found[2], {})[int(found[1])] = value
     if not numbers:
         return {}
-    fields = {name: set(values.values()) for name, values in layers.items()}
-    heads = fields.get("attention.n_heads", {""})
-    groups = {value for value in fields.get("attention.n_kv_heads", set()) if whole(value)}
-    given = {
-        "n_heads": heads,
-        "n_kv_heads": groups or heads,
-        "head_dim": fields.get("attention.head_dim", {""}),
-        "d_ff": fields.get("feed_forward.w1.out_features", {""}),
-    }
-    known = {name: next(iter(values)) for name, values in given.items() if len(values) == 1}
+    fields = {name: {value for value in values.values() if not is_none(value)}
+              for name, values in layers.items()}  # fmt: skip
+    alike = {name: next(iter(values)) for name, values in fields.items() if len(values) == 1}
+    known = columns("torchtitan-config", flat) | columns("torchtitan-layers", alike)
     known |= {
         "n_layers": str(len(numbers)),
-        "d_model": flat.get("model_spec.model.dim", ""),
-        "vocab": flat.get("model_spec.model.vocab_size", ""),
         "tied": str(int(yes(flat.get("model_spec.model.enable_weight_tying")))),
         "family": "llama",
     }
     if routed := titan_layers(layers, len(numbers)):
         known |= {"d_ff": routed["expert_ffn"]} if "d_ff" not in known else {}
         return known | routed
-    if any(len(values) > 1 for values in given.values()):
+    if any(len(fields.get(name, ())) > 1 for name in _SIZED):
         known["unmodelled"] = "layers of several sizes"
     return known
 

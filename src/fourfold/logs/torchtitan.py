@@ -12,15 +12,15 @@ import re
 from fourfold.logs import tables
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import OFFLOADED, Flat, Nested, number, whole, words_of
+from fourfold.logs.nested import OFFLOADED, Flat, Nested, number, whole
 from fourfold.logs.series import StepLine
 from fourfold.logs.titan_model import (
     configured_sizes,
     printed_sizes,
     sizes_by_count,
-    titan_layout,
     titan_placed,
 )
+from fourfold.logs.words import columns, words_of
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE
@@ -196,40 +196,9 @@ def gpu_of(name: str, gib: float) -> str:
 
 
 def config_facts(flat: Flat) -> Flat:
-    axes = {
-        "_pp": "pipeline_parallel_degree",
-        "_dp_replicate": "data_parallel_replicate_degree",
-        "_dp_shard": "data_parallel_shard_degree",
-        "_cp": "context_parallel_degree",
-        "_tp": "tensor_parallel_degree",
-    }
-    facts = {name: flat.get(f"parallelism.{key}", "") for name, key in axes.items()}
+    facts = columns("torchtitan", flat) | configured_sizes(flat) | {"steps_of": words_of(flat)}
     converters = " ".join(v for k, v in flat.items() if k.startswith("model.converters"))
-    dtype = flat.get("training.mixed_precision_param", "")
-    known = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-    return (
-        facts
-        | configured_sizes(flat)
-        | titan_layout(flat)
-        | {
-            "seq_len": flat.get("training.seq_len", ""),
-            "gbs": str(max(0, whole(flat.get("training.global_batch_size")) or 0) or ""),
-            "_local": flat.get("training.local_batch_size", flat.get("training.batch_size", "")),
-            "_micro_size": flat.get("parallelism.pipeline_parallel_microbatch_size", ""),
-            "_recompute": flat.get("activation_checkpoint.mode", ""),
-            "steps_of": words_of(flat),
-            "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
-            "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
-            "_compile": flat.get("compile.enable", flat.get("training.compile", "")).lower(),
-            "precision": "fp8"
-            if "float8" in converters or "mx" in converters
-            else known.get(dtype, ""),
-        }
-    )
-
-
-# In the reference schema a note says it.
-_COMPILED = {"true": "torch.compile", "false": "eager"}
+    return facts | ({"precision": "fp8"} if "float8" in converters or "mx" in converters else {})
 
 
 def _stays_gathered(facts: Flat, pp: int) -> bool:
@@ -247,7 +216,7 @@ def facts_of(facts: Flat) -> Flat:
     if facts.get("_mesh"):  # the configuration may say -1, for what is left
         size = {axis: whole(facts.get(f"_mesh_{axis}")) or 1 for axis in axes}
     copies, shard = size["dp_replicate"], size["dp_shard"]
-    notes = [_COMPILED.get(facts.get("_compile", ""), ""), facts.get("_scaling", "")]
+    notes = [facts.get("_compile", ""), facts.get("_scaling", "")]
     for axis in ("pp", "cp", "tp"):
         facts[axis] = str(size[axis] or "")
     if copies and shard and shard > 0:
