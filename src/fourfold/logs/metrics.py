@@ -21,7 +21,10 @@ from fourfold.logs.nested import json_object, number, whole
 from fourfold.logs.row import COLUMNS, text_of
 from fourfold.logs.series import StepLine
 from fourfold.logs.words import columns
+from fourfold.spec import catalog
 
+_NAMES = catalog.data("columns.toml")["metrics"]
+_STEP, _WALL = (_NAMES[name].split() for name in ("step", "wall"))
 _MOST_CHARS = 2**26
 _STACKS = {"megatronbridge": "megatron-bridge", "megatronrun": "megatron-lm", "nemorun": "nemo"}
 _AXES_OF_ONE = ("context_parallel_size", "virtual_pipeline_parallel_size")
@@ -42,8 +45,8 @@ def cloudai_report(path: str | Path) -> dict[str, Any] | None:
 
 def read_cloudai(report: Mapping[str, Any], book: Book) -> None:
     config = report["config"]
-    said = {name: "1" if value is None and name in _AXES_OF_ONE else text_of(value)
-            for name, value in config.items()}  # fmt: skip
+    said = {name: text_of(v) for name, v in config.items() if isinstance(v, str | int | float)}
+    said |= {name: "1" for name in _AXES_OF_ONE if config.get(name, "") is None}
     facts = columns("cloudai", said)
     template = str(config.get("test_template_name", "")).lower()
     facts["stack"] = _STACKS.get(template, template)
@@ -91,28 +94,12 @@ def _step(step: Mapping[str, Any]) -> StepLine | None:
 
 # Line and cells of each; None where a line is not an object.
 Items = Iterator[tuple[int, dict[str, Any] | None]]
-# Headings in lower case without blanks, dashes and underscores; the first that a table has counts.
-# W&B's own '_step' counts calls of its log(), the optimizer's steps stand beside it.
-_STEP = ("trainglobalstep", "trainerglobalstep", "globalstep", "step", "iteration", "iter", "batch",
-         "timebatch", "currentsteps")  # fmt: skip
-_WALL = ("walltime", "timestamp", "time", "date", "elapsedtime")
 # Of LlamaFactory's trainer_log.jsonl: '5:13:22', '1 day, 0:00:01'.
 _CLOCK = re.compile(r"(?:([0-9]{1,4}) days?, )?([0-9]{1,3}):([0-9]{2}):([0-9]{2})")
-# What engines call the time of a step, and the speed, in their exports -> unit.
-_SECONDS = {
-    "iterationtime": 1.0, "trainsteptimingins": 1.0, "steptime": 1.0, "timemetricsendtoends": 1.0,
-    "elapsedtimeperiterationms": 1e-3, "iterationtimems": 1e-3, "steptimems": 1e-3,
-    "elapsedtimeperiterations": 1.0, "iterationtimes": 1.0, "secperiter": 1.0,
-    "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0, "runtimeiterationtime": 1.0,
-}  # fmt: skip
+_KINDS = {
+    name: (kind, unit) for kind, units in _NAMES["units"].items() for name, unit in units.items()
+}
 _TIMES, _EMPTY = ("seconds", "rate"), ("", "none", "nan", "null")
-_RATES = ("throughputtps", "throughputdevicetokenspersec", "tokenspersecpergpu")
-_MEMORY = {
-    "memorymaxreservedgib": 1.0, "memorypeakreservedmem": 1e9 / 2**30,
-    "memreservedbytes": 2.0**-30, "cudamaxmemoryreserved": 2.0**-30,
-}  # fmt: skip
-_LOSS = ("lmloss", "loss", "lossmetricsglobalavgloss", "losstraintotal", "reducedtrainloss",
-         "trainloss")  # fmt: skip
 
 
 def step_column(headings: list[str]) -> str | None:
@@ -128,13 +115,7 @@ def step_column(headings: list[str]) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _kind(heading: str) -> tuple[str, float] | None:
     """What a metric is: W&B puts 'NAME - ' before it, TensorBoard a path."""
-    plain = plain_heading(re.split(r" - ", heading)[-1])
-    for table, kind in ((_SECONDS, "seconds"), (_MEMORY, "memory")):
-        if plain in table:
-            return kind, table[plain]
-    if plain in _RATES:
-        return "rate", 1.0
-    return ("loss", 1.0) if plain in _LOSS else None
+    return _KINDS.get(plain_heading(re.split(r" - ", heading)[-1]))
 
 
 def objects(lines: Iterator[Line]) -> Items:
