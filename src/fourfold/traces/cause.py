@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from fourfold.spec import catalog
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
 from fourfold.traces.expect import Expected
@@ -35,6 +36,18 @@ class Cause:
     remedy: str
     fix: str
     parts: tuple[str, ...] = ()
+
+
+_CAUSES = catalog.data("causes.toml")
+EXPOSED: dict[str, str] = _CAUSES["exposed"]  # remedy by axis
+
+
+def cause(kind: str, seconds: float, evidence: str, *names: str, **words: object) -> Cause:
+    """One of data/causes.toml, in these parts; `words` fill its places."""
+    known = _CAUSES[kind]
+    name, remedy, fix = (known[field].format(**words) for field in ("name", "remedy", "fix"))
+    low, high = known["low"] * seconds, known["high"] * seconds
+    return Cause(name, seconds, low, high, known["sure"], evidence, remedy, fix, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +94,9 @@ def fp32(case: TraceCase) -> Iterator[Cause]:
         return
     names = (*parts.PRODUCTS, parts.ATTENTION, *MEMORY_BOUND)
     over = case.over(*names)
-    yield Cause(
-        "fp32 products", over, 0.8 * over, 1.1 * over, "likely",
-        f"products in fp32 take {ratio(case, parts.PRODUCTS):.1f} times what they take in bf16",
-        "mixed precision: bf16 for products, fp32 for master weights", "precision=bf16-mixed",
-        names,
-    )  # fmt: skip
+    slow = ratio(case, parts.PRODUCTS)
+    evidence = f"products in fp32 take {slow:.1f} times what they take in bf16"
+    yield cause("fp32", over, evidence, *names)
 
 
 def clock(case: TraceCase) -> Iterator[Cause]:
@@ -108,11 +118,7 @@ def clock(case: TraceCase) -> Iterator[Cause]:
     evidence = f"all products take {usual:.2f} times what is expected"
     if parts.ATTENTION in ratios:
         evidence += f", attention {ratios[parts.ATTENTION]:.2f}"
-    yield Cause(
-        "low clock or power cap", over, 0.7 * over, 1.15 * over, "likely", evidence,
-        "nvidia-smi -q -d CLOCK,POWER,PERFORMANCE: power limit, temperature, locked clocks",
-        "clock=1", names,
-    )  # fmt: skip
+    yield cause("clock", over, evidence, *names)
 
 
 def _slow_products(case: TraceCase, ratios: dict[str, float]) -> Iterator[Cause]:
@@ -125,12 +131,8 @@ def _slow_products(case: TraceCase, ratios: dict[str, float]) -> Iterator[Cause]
         for size in (one.ins, one.outs) if size % 64
     })  # fmt: skip
     why = f"; {odd[0]:,} is no multiple of 64" if odd else ""
-    yield Cause(
-        f"slow products: {named}", over, 0.5 * over, 1.2 * over, "likely",
-        f"{ratio(case, tuple(slow)):.2f} times what their shapes should take{why}",
-        "pad widths and the vocabulary to multiples of 64 or 128; larger micro batches",
-        "products=1", tuple(slow),
-    )  # fmt: skip
+    evidence = f"{ratio(case, tuple(slow)):.2f} times what their shapes should take{why}"
+    yield cause("products", over, evidence, *slow, named=named)
 
 
 def attention(case: TraceCase) -> Iterator[Cause]:
@@ -139,14 +141,9 @@ def attention(case: TraceCase) -> Iterator[Cause]:
     slow, products = ratio(case, (parts.ATTENTION,)), ratio(case, parts.PRODUCTS)
     if slow < 1.3 * products:
         return
-    over = case.over(parts.ATTENTION)
     kind = case.run.value("attention", "unknown")
-    yield Cause(
-        "slow attention kernel", over, 0.7 * over, 1.15 * over, "likely",
-        f"{kind} takes {slow:.1f} times what this GPU's best kernel takes",
-        "cuDNN or FlashAttention 3 (sdpa_kernel(SDPBackend.CUDNN_ATTENTION))", "attention=best",
-        (parts.ATTENTION,),
-    )  # fmt: skip
+    evidence = f"{kind} takes {slow:.1f} times what this GPU's best kernel takes"
+    yield cause("attention", case.over(parts.ATTENTION), evidence, parts.ATTENTION)
 
 
 def uncompiled(case: TraceCase) -> Iterator[Cause]:
@@ -156,33 +153,23 @@ def uncompiled(case: TraceCase) -> Iterator[Cause]:
     spent = case.spent(*MEMORY_BOUND)
     evidence = f"norms, element-wise, loss and casts take {1e3 * spent:.0f} ms"
     if case.run.value("compile"):
-        yield Cause(
-            "work over memory", over, 0.4 * over, 1.2 * over, "likely",
-            f"{evidence}, {spent / case.expected.mid(*MEMORY_BOUND):.1f} times what is expected",
-            "look for graph breaks and unfused operators (TORCH_LOGS=graph_breaks)", "fused=1",
-            MEMORY_BOUND,
-        )  # fmt: skip
+        slow = spent / case.expected.mid(*MEMORY_BOUND)
+        evidence += f", {slow:.1f} times what is expected"
+        yield cause("fused", over, evidence, *MEMORY_BOUND)
         return
-    yield Cause(
-        "not compiled", over, 0.8 * over, 1.2 * over, "likely",
-        f"{evidence}, each as kernels of their own: nothing is fused",
-        "torch.compile of each layer and of the loss", "compile=true", MEMORY_BOUND,
-    )  # fmt: skip
+    evidence += ", each as kernels of their own: nothing is fused"
+    yield cause("uncompiled", over, evidence, *MEMORY_BOUND)
 
 
 def recompute(case: TraceCase) -> Iterator[Cause]:
     again = case.run.counts.again
-    spent = again.total_s
     evidence = (
         f"{100 * again.share:.0f}% of forward products and {100 * again.attention_share:.0f}% of "
         "attention run twice"
     )
-    remedy = "no recompute, or only of what memory needs (selective)"
+    kind, words = "recompute", {}
     if case.fits_without is not None:
         need, has = (size / 2**30 for size in case.fits_without)
-        if need > 0.95 * has:
-            remedy = f"recompute less: without any {need:.0f} GiB are predicted, of {has:.0f}"
-        else:
-            remedy = f"no recompute: {need:.0f} GiB are predicted, of {has:.0f}"
-    yield Cause("recompute", spent, 0.85 * spent, 1.05 * spent, "measured", evidence, remedy,
-                "recompute=none", tuple(again.seconds))  # fmt: skip
+        kind = "recompute-less" if need > 0.95 * has else "recompute-fits"
+        words = {"need": f"{need:.0f}", "has": f"{has:.0f}"}
+    yield cause(kind, again.total_s, evidence, *again.seconds, **words)

@@ -16,10 +16,12 @@ import numpy as np
 
 from fourfold.traces import parts
 from fourfold.traces.cause import (
+    EXPOSED,
     LEAST_SHARE,
     Cause,
     TraceCase,
     attention,
+    cause,
     clock,
     fp32,
     ratio,
@@ -33,23 +35,14 @@ from fourfold.traces.placing import Placed
 def data(case: TraceCase) -> Iterator[Cause]:
     spent = case.spent(parts.DATA)
     per = f"{1e3 * spent:.0f} ms a step before its first kernel, with an idle host"
-    yield Cause(
-        "data loader", spent, 0.9 * spent, spent, "measured", per,
-        "load ahead: more workers, prefetch, pinned memory, tokenise beforehand", "loader=0",
-        (parts.DATA,),
-    )  # fmt: skip
+    yield cause("data", spent, per, parts.DATA)
 
 
 def sync(case: TraceCase) -> Iterator[Cause]:
-    spent = case.spent(parts.SYNC)
     calls, ops = _sync_callers(case)
     where = f", called by {ops}" if ops else ""
-    yield Cause(
-        "synchronisation", spent, 0.6 * spent, spent, "measured",
-        f"{calls} a step{where}; afterwards the device waits for new launches",
-        "take .item(), .cpu(), nonzero and synchronize() out of the step", "sync=0",
-        (parts.SYNC,),
-    )  # fmt: skip
+    evidence = f"{calls} a step{where}; afterwards the device waits for new launches"
+    yield cause("sync", case.spent(parts.SYNC), evidence, parts.SYNC)
 
 
 def _sync_callers(case: TraceCase) -> tuple[str, str]:
@@ -75,16 +68,10 @@ def _sync_callers(case: TraceCase) -> tuple[str, str]:
 
 
 def memory(case: TraceCase) -> Iterator[Cause]:
-    spent = case.spent(parts.MEMORY)
     names = Counter(g.what for t in case.run.times for g in t.gaps if g.part == parts.MEMORY)
     call = names.most_common(1)[0][0] if names else ""
-    yield Cause(
-        "cache flushes", spent, 0.7 * spent, spent, "measured",
-        f"{call} in the step: the allocator gives memory back and takes it again",
-        "no empty_cache() in the step; more free memory, or "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "flush=0", (parts.MEMORY,),
-    )  # fmt: skip
+    evidence = f"{call} in the step: the allocator gives memory back and takes it again"
+    yield cause("memory", case.spent(parts.MEMORY), evidence, parts.MEMORY)
 
 
 def launches(case: TraceCase) -> Iterator[Cause]:
@@ -92,28 +79,20 @@ def launches(case: TraceCase) -> Iterator[Cause]:
     busy = case.spent(*parts.COMPUTE)
     each = busy / max(1.0, case.run.kernels)
     tokens = case.run.shapes.tokens
-    tiny = each < 60e-6
-    name = "launch-bound: tiny work" if tiny else "launch-bound"
+    kind = "tiny" if each < 60e-6 else "launches"
     evidence = (
         f"{case.run.kernels:,.0f} kernels of {1e6 * each:.0f} us a step; the device waits for the "
         f"host; micro batches of {tokens:,} tokens"
     )
     graph = "CUDA graphs" if case.run.value("compile") else "torch.compile, CUDA graphs"
-    remedy = f"larger micro batches, {graph}" if tiny else f"{graph}, fewer and larger kernels"
-    yield Cause(name, spent, 0.7 * spent, spent, "measured", evidence, remedy, "launches=0",
-                (parts.LAUNCHES,))  # fmt: skip
+    yield cause(kind, spent, evidence, parts.LAUNCHES, graph=graph)
 
 
 def outside(case: TraceCase) -> Iterator[Cause]:
-    spent = case.spent(parts.OUTSIDE)
     if case.run.linked.on_host:
         return
-    yield Cause(
-        "host outside of torch", spent, 0.7 * spent, spent, "measured",
-        "the device waits while the host runs neither operators nor calls of the driver",
-        "look for Python work in the loop: logging, garbage collection, checkpoints", "host=0",
-        (parts.OUTSIDE,),
-    )  # fmt: skip
+    evidence = "the device waits while the host runs neither operators nor calls of the driver"
+    yield cause("outside", case.spent(parts.OUTSIDE), evidence, parts.OUTSIDE)
 
 
 # The share of calls (the fastest) that stand for even routing: layers differ, and some are near it.
@@ -153,8 +132,8 @@ def expert_imbalance(linked: Linked, placed: Placed, steps: int) -> Imbalance | 
 
 def find_causes(case: TraceCase) -> list[Cause]:
     least = LEAST_SHARE * case.step_s
-    found = [cause for look in _LOOKS for cause in look(case) if cause.seconds > least]
-    return sorted(found, key=lambda cause: -cause.seconds)
+    found = [one for look in _LOOKS for one in look(case) if one.seconds > least]
+    return sorted(found, key=lambda one: -one.seconds)
 
 
 def _communication(case: TraceCase) -> Iterator[Cause]:
@@ -165,51 +144,27 @@ def _communication(case: TraceCase) -> Iterator[Cause]:
         moved = sum(t.moved.get(name, 0.0) for t in case.run.times) / len(case.run.times)
         hidden = 100.0 * max(0.0, 1.0 - shown / moved) if moved else 0.0
         over = shown - (case.expected.parts[name].mid if name in case.expected.parts else 0.0)
-        yield Cause(
-            f"exposed communication: {axis}", over, 0.3 * over, over, "measured",
-            f"{1e3 * moved:.0f} ms of collectives, {hidden:.0f}% of them beside computation",
-            _COMM_REMEDY.get(axis, "overlap it with computation, or use fewer ranks of this axis"),
-            f"{axis}_comm=0", (name,),
-        )  # fmt: skip
-
-
-_COMM_REMEDY = {
-    "dp": "prefetch weights, reduce in larger buckets, accumulate more micro batches a step",
-    "tp": "fewer tensor ranks, within one host; overlap with products (async TP)",
-    "ep": "experts within a host, a fused dispatcher, overlap with another micro batch",
-    "pp": "more micro batches, interleaved stages",
-}
+        evidence = f"{1e3 * moved:.0f} ms of collectives, {hidden:.0f}% of them beside computation"
+        remedy = EXPOSED.get(axis, EXPOSED["other"])
+        yield cause("communication", over, evidence, name, axis=axis, remedy=remedy)
 
 
 def _imbalance(case: TraceCase) -> Iterator[Cause]:
     found = expert_imbalance(case.run.linked, case.run.placed, len(case.run.times))
     if found is None:
         return
-    over = found.seconds
-    yield Cause(
-        "imbalance of experts", over, 0.7 * over, 1.3 * over, "measured",
+    evidence = (
         f"grouped products of one shape take {found.fastest_ms:.2f} to {found.slowest_ms:.2f} ms "
-        f"from layer to layer; their shapes are the same, so their tokens are spread unevenly",
-        "balance the router (auxiliary loss or bias), or a capacity; forced routing is the bound",
-        "routing=even", (parts.EXPERTS,),
-    )  # fmt: skip
+        f"from layer to layer; their shapes are the same, so their tokens are spread unevenly"
+    )
+    yield cause("imbalance", found.seconds, evidence, parts.EXPERTS)
 
 
 def _slow_experts(case: TraceCase) -> Iterator[Cause]:
-    for name, what, remedy in (
-        (
-            parts.ROUTING,
-            "routing of tokens to experts",
-            "fused permutation, fewer copies and casts",
-        ),
-        (parts.OPTIMIZER, "slow optimizer", "fused AdamW, one flat buffer, compiled update"),
-    ):
+    for name, kind in ((parts.ROUTING, "routing"), (parts.OPTIMIZER, "optimizer")):
         if case.is_outside(name):
-            over = case.over(name)
-            slow = ratio(case, (name,))
-            yield Cause(what, over, 0.5 * over, 1.2 * over, "likely",
-                        f"{slow:.1f} times what is expected", remedy, f"{name.split(',')[0]}=1",
-                        (name,))  # fmt: skip
+            evidence = f"{ratio(case, (name,)):.1f} times what is expected"
+            yield cause(kind, case.over(name), evidence, name)
 
 
 _LOOKS: tuple[Callable[[TraceCase], Iterator[Cause]], ...] = (

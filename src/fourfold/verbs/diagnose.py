@@ -26,7 +26,7 @@ from fourfold.search.stack_names import match_stack
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
-from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase
+from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase, cause
 from fourfold.traces.causes import find_causes
 from fourfold.traces.examined import (
     Examined,
@@ -188,7 +188,7 @@ def diagnose(
     pricing = pricing_of(found, request)
     case = case_of(found, pricing, request)
     causes = [*find_causes(case), *_between_ranks(ranks, found)]
-    causes.sort(key=lambda cause: -cause.seconds)
+    causes.sort(key=lambda one: -one.seconds)
     price = price_of(pricing, request) if pricing else None
     width = pricing.width if pricing else 0.25
     diagnosis = Diagnosis(
@@ -254,17 +254,11 @@ def _between_ranks(ranks: Sequence[RankRow], found: Examined) -> list[Cause]:
     over = slowest.busy_s - usual
     if over < LEAST_SHARE * slowest.step_s or over < 0.04 * usual:
         return []
-    stages = found.value("pp", 1)
-    name = "imbalance of stages" if stages > 1 else f"straggler: rank {slowest.rank}"
-    remedy = (
-        "move layers from the fullest stage" if stages > 1
-        else "look at that device's clock, temperature and neighbours; exchange it"
-    )  # fmt: skip
+    kind = "stages" if found.value("pp", 1) > 1 else "straggler"
     evidence = (
         f"rank {slowest.rank} computes {1e3 * slowest.busy_s:.0f} ms, others {1e3 * usual:.0f}"
     )
-    return [Cause(name, over, 0.7 * over, over, "measured", evidence, remedy, "straggler=0",
-                  parts.COMPUTE)]  # fmt: skip
+    return [cause(kind, over, evidence, *parts.COMPUTE, rank=slowest.rank)]
 
 
 def _rows(found: Examined, expected: Expected | None) -> tuple[PartRow, ...]:
