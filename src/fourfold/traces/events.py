@@ -14,37 +14,13 @@ from numpy.typing import NDArray
 
 from fourfold.errors import UserError
 from fourfold.traces.chrome import ChromeReader
+from fourfold.traces.parts import NAMES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# Kineto's categories, and those of older releases.
-_KINDS = {
-    "kernel": "kernel", "gpu_memcpy": "kernel", "memcpy": "kernel", "gpu_memset": "kernel",
-    "memset": "kernel", "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call",
-    "cpu_op": "op", "operator": "op", "user_annotation": "mark",
-}  # fmt: skip
+_KINDS, PRODUCT_OPS = NAMES["categories"], NAMES["products"]
 _NUMBERS = {int, float}
-# Half of the operators of an eager run: they make views and buffers.
-_NEVER_LAUNCH = {
-    f"aten::{name}"
-    for name in (
-        "t", "transpose", "as_strided", "view", "_unsafe_view", "reshape", "_reshape_alias",
-        "empty", "empty_like", "empty_strided", "expand", "detach", "select", "slice", "narrow",
-        "unsqueeze", "squeeze", "permute", "alias", "resize_", "result_type", "is_pinned", "numel",
-        "unbind", "split", "chunk", "resolve_conj", "resolve_neg", "view_as_complex",
-        "view_as_real", "unflatten", "flatten",
-    )
-} | {"detach"}  # fmt: skip
-# Operators that multiply matrices; where their two operands stand among the inputs.
-PRODUCT_OPS = {
-    "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
-    "aten::_scaled_mm": 0, "aten::_grouped_mm": 0, "aten::_scaled_grouped_mm": 0,
-    "aten::_addmm_activation": 1,
-}  # fmt: skip
-_COMM = (
-    "Collective name", "Process Group Description", "Process Group Name", "Group size",
-    "In msg nelems", "Out msg nelems", "dtype",
-)  # fmt: skip
+_NEVER_LAUNCH = frozenset(NAMES["names"]["never_launch"])
 
 
 class NamedRange(NamedTuple):
@@ -168,7 +144,7 @@ class Builder:
             if told is not None and name in PRODUCT_OPS:
                 detail = number(repr(told), len(self._numbers))
         elif kind == "kernel" and ("Collective name" in args or "Process Group Name" in args):
-            told = {key: args[key] for key in _COMM if key in args}
+            told = {key: args[key] for key in NAMES["names"]["of_collective"] if key in args}
             detail = number(repr(told), len(self._numbers))
         external, correlation = args.get("External id"), args.get("correlation")
         if type(external) is not int or type(correlation) is not int or type(thread) is not int:

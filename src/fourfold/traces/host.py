@@ -125,20 +125,12 @@ def _gaps(
     return gaps
 
 
-SYNCS = re.compile(
-    r"^(cuda|hip|cu)(Device|Stream|Event|Ctx)?Synchronize|^cudaMemcpy$|^hipMemcpy$|^cuMemcpyDtoH_v2"
-)
-MEMORY_CALLS = re.compile(
-    r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostRegister|MallocAsync|FreeAsync)"
-    r"|^cuMem(Create|Map|Unmap|Release|AddressReserve|AddressFree|SetAccess)"
-)
+SYNCS, MEMORY_CALLS = (parts.pattern(kind, re.NOFLAG) for kind in ("sync", "memory"))
 # A launch so long before its kernel began did not hold it up.
 _AHEAD_S = 100e-6
 # Calls shorter than this block nobody.
 _BLOCKS_S = 20e-6
-_DATA_MARK = re.compile(
-    r"dataloader|__next__|data_?load|get_?batch|next_batch|batch_generator", re.I
-)
+_DATA_MARK = parts.pattern("data")
 
 
 class HostCalls:

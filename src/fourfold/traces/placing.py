@@ -20,25 +20,13 @@ from fourfold.traces.events import PRODUCT_OPS, NamedRange, Trace
 from fourfold.traces.linked import Linked, TracedStep, TracedSteps
 from fourfold.traces.shapes import Multiplied, Shapes
 
-# Words in a group's description (torch's meshes, Megatron, DeepSpeed, our engine) -> the axis. The
-# first that is found counts: an expert's group may name data or tensor parallelism, too.
-_WORDS = (
-    ("ep", r"expert_(tensor_and_)?model|\bep\b|mesh_ep|expert_parallel|moe_a2a"),
-    ("edp", r"efsdp|expert_data|\bedp\b|dp_shard_mod_ep"),
-    ("etp", r"etp|expert_tensor"),
-    ("pp", r"pipeline|\bpp\b|mesh_pp|embedding"),
-    ("tp", r"tensor_model|\btp\b|mesh_tp|tensor|\bmp\b|model_parallel_group(?!.*data)"),
-    ("cp", r"context|\bcp\b(?!.*dp)|mesh_cp|ulysses|sequence_parallel"),
-    ("dp", r"data|\bdp|fsdp|shard|replicate|dp_cp|ddp|zero|mesh_batch"),
-    ("world", r"default|world|all_ranks|this_rank"),
-)  # fmt: skip
 # Megatron's groups over several axes, whose sizes are of none.
 _SEVERAL = re.compile(r"_and_|tensor_model_pipeline|^model_parallel_group", re.I)
 
 
 def axis_word(description: str) -> str:
     text = description.lower().replace("_pg", "")
-    for axis, pattern in _WORDS:
+    for axis, pattern in parts.NAMES["axes"].items():
         if re.search(pattern, text.replace("mesh_", "") + " " + text):
             return axis
     return "unknown"

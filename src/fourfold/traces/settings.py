@@ -18,26 +18,6 @@ from fourfold.traces.linked import Linked
 from fourfold.traces.placing import Placed, axis_sizes, descriptions, world_size
 from fourfold.traces.shapes import Shapes
 
-_DTYPES = {
-    "c10::BFloat16": "bf16", "float": "fp32", "c10::Half": "fp16", "double": "fp64",
-    "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
-}  # fmt: skip
-# Words in names of groups, operators and marks -> the engine.
-_ENGINES = (
-    ("torchtitan", r"mesh_(efsdp|etp|dp_replicate|loss|batch)|torchtitan"),
-    ("megatron", r"TENSOR_MODEL_PARALLEL_GROUP|megatron|DATA_PARALLEL_GROUP_WITH_CP"),
-    ("deepspeed", r"deepspeed|DeepSpeed"),
-    ("nanotron", r"nanotron"),
-    ("fsdp2", r"FSDP::(pre|post)|fsdp::"),
-    ("ddp", r"DistributedDataParallel"),
-)  # fmt: skip
-_KERNELS = (
-    ("cudnn", r"cudnn"), ("flash3", r"flash.*(sm90|hopper|fa3)|flash_attn_3"),
-    ("flash2", r"flash_(fwd|bwd)|pytorch_flash|flash_attn"),
-    ("efficient", r"fmha_cutlass|efficient"),
-    ("flex", r"flex_attention"), ("unfused", r"softmax"),
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -120,7 +100,7 @@ def _engine(linked: Linked) -> tuple[str, str]:
         ([mark.name for mark in trace.marks[:2000]], "marks"),
         (trace.texts, "operators"),
     ):
-        for engine, pattern in _ENGINES:
+        for engine, pattern in parts.NAMES["engines"].items():
             hit = next((name for name in names if re.search(pattern, name)), None)
             if hit is not None:
                 return engine, f"{where}: {hit[:40]}"
@@ -150,7 +130,7 @@ def _tied(linked: Linked, shapes: Shapes, counts: Counts, steps: int) -> tuple[b
 def _precision(linked: Linked, placed: Placed) -> tuple[str, str]:
     spent: Counter[str] = Counter()
     for at, one in placed.weighed.items():
-        types = [_DTYPES.get(name, "") for name in linked.types(at)]
+        types = [parts.NAMES["formats"].get(name, "") for name in linked.types(at)]
         kind = next((name for name in types if name), "")
         spent[kind] += int(one.product.flops / 1e6)
     if not spent or not spent.most_common(1)[0][0]:
@@ -190,7 +170,7 @@ def _attention(linked: Linked, placed: Placed) -> tuple[str, str]:
     if not spent:
         return "", ""
     name = spent.most_common(1)[0][0]
-    for kind, pattern in _KERNELS:
+    for kind, pattern in parts.NAMES["attention"].items():
         if re.search(pattern, name, re.I):
             return kind, name[:48]
     return "other", name[:48]
