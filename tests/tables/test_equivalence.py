@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fourfold
-from fourfold.logs.nested import words_of
+from fourfold.logs.words import words_of
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.spec import catalog
