@@ -151,7 +151,9 @@ def _list(request: TraceRequest, on_event: OnEvent) -> Traced:
     asked = {"ask": codec.to_json(ask), "kind": request.kind}
     measured = run_steps(program.ranks, device, on_event, **asked) if device else None
     steps = step_rows(program, walk(program), cluster, workspace_bytes=_workspace(measured))
-    advice = None if device else _advice(ask, request, cluster)
+    # Which kind to take: only where there is a sequence group to divide over.
+    open_kind = not device and request.kind in CP_KINDS and ask.ranks > 1
+    advice = advise(ask, cluster) if open_kind else None
     return Traced(program, cluster, steps, measured, advice)
 
 
@@ -213,13 +215,6 @@ def run_steps(
     options = tuple(sorted({"device": device, **asked}.items()))
     job = Job(job="trace", specs=specs, ranks=ranks, options=options, limits=_LIMITS)
     return answers(job, TraceMeasure, (None,), progress(on_event))[0]
-
-
-def _advice(ask: Ask, request: TraceRequest, cluster: Cluster) -> KindAdvice | None:
-    """Which kind to take; only where there is a sequence group to divide over."""
-    if request.kind not in CP_KINDS or ask.ranks == 1:
-        return None
-    return advise(ask, cluster)
 
 
 def _layer_spec(request: TraceRequest) -> RunSpec:
