@@ -109,7 +109,7 @@ class Step:
     @property
     def formula(self) -> str:
         done = "; ".join(each.text for each in self.calls if "=" in each.text)
-        return ": ".join(text for text in (done, self.note) if text)
+        return f"{done} ({self.note})" if done and self.note else done or self.note
 
 
 def step(name: str, *calls: Call, **rest: Any) -> Step:
