@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps, payload_bytes
 from fourfold.cost.trace.steps import Ask, Kind, generic_cluster
 from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
+from fourfold.engine.trace import steps
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import TraceMeasure
@@ -31,6 +35,19 @@ def ask(attention: str, **changes: object) -> Ask:
     fields = {"tokens": 256, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 128, "layers": 2}
     fields |= {"layout": WORLD, "dtype": "fp32", "attention": attention}
     return Ask(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_no_step_waits_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are worked out before the clock runs."""
+    question = ask("flash", layout=Layout())
+    program = PROGRAMS["mlp"](question)
+    alone: Any = SimpleNamespace(size=1, rank=0)
+    rank = steps.TraceRank(program, question, alone, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(steps, "shape", None)
+    for step, row in list(zip(program.steps, walk(program), strict=True))[:-1]:
+        rank.do(step, row)
+    assert rank.wrong == []
+    assert rank.t["partial"].shape == (256, 256)
 
 
 @pytest.mark.parametrize(

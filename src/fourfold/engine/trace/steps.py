@@ -44,6 +44,12 @@ class TraceRank:
     sums: Sequence[JoinedBlocks] = ()
     round: int = 0
     wrong: list[str] = field(default_factory=list)
+    sizes: dict[Call, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Sizes take longer than a small step, in which nobody is to wait for them."""
+        calls = (call for step in self.program.steps for call in step.calls if call.dims)
+        self.sizes = {call: shape(call.dims[0], self.program.sizes) for call in calls}
 
     @property
     def tokens(self) -> int:
@@ -64,8 +70,7 @@ class TraceRank:
                 self.t[target] = self.t.pop(source)
 
     def _call(self, call: Call) -> None:
-        sizes = shape(call.dims[0], self.program.sizes) if call.dims else ()
-        made = VERBS[call.verb](self, sizes, *map(self._argument, call.of))
+        made = VERBS[call.verb](self, self.sizes.get(call, ()), *map(self._argument, call.of))
         made = made if isinstance(made, tuple) else (made,)
         self.t.update(zip(call.names, made, strict=False))
 
