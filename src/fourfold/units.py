@@ -105,7 +105,7 @@ def number_from(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return float(count_from(text))
+        return float(_count(text, _THOUSANDS, "2.5, or 3.2M for 3.2e6"))
 
 
 def _count(text: str, units: dict[str, int], example: str) -> int:

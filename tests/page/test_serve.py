@@ -217,6 +217,7 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
         ({"network": "fast"}, "rate"),
         ({"tokens": "many"}, "number"),
         ({"price": "-1"}, "price"),
+        ({"price": "1,5"}, "is not a number"),
     ):
         with pytest.raises(UserError, match=said):
             resolved(plan_request({**ASKED, **change}))

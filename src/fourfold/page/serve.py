@@ -6,6 +6,7 @@ It reads; nothing that a browser sends is written anywhere, or names a file.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, get_args
@@ -29,13 +30,16 @@ from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
 _FIELDS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top", "cluster", "gpu",
            "network", "stack", "tokens", "price")  # fmt: skip
 _POLICY = ("precision", "sharding", "recompute", "routing", "dispatcher", "imbalance")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # of 1,024, not of 1,5
 _MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both
 
 
 def plan_request(asked: Mapping[str, str]) -> PlanRequest:
     """What the form asks, checked: names of the catalogue only, never a path."""
     said = {name: text.strip() for name, text in asked.items() if text.strip()}
-    given: dict[str, Any] = {name: said[name].replace(",", "") for name in _FIELDS if name in said}
+    given: dict[str, Any] = {
+        name: _THOUSANDS.sub("", said[name]) for name in _FIELDS if name in said
+    }
     for name in ("seq_len", "global_batch"):
         check.given(given.get(name), name.replace("_", " "))
     cluster, gpu = given.get("cluster"), given.get("gpu")
