@@ -204,7 +204,7 @@ def lint(paths: Sequence[str], *, ignored: Sequence[str] = ()) -> Findings:
     for rule in ignored:
         if rule not in RULES:
             raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
-    check.given(paths, "FILE", "a .md or .csv file")
+    check.given(paths, "FILE", "pass a .md or .csv file")
     found: list[tuple[str, Finding]] = []
     tables = rows = 0
     for path in paths:
