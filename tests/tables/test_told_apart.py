@@ -156,6 +156,17 @@ def test_one_run_is_shown_with_its_settings(store: Store, cli: Cli) -> None:
     assert len({*shown}) >= len(shown) - len(SHAPES) - 2
 
 
+def test_a_model_is_asked_for_by_its_name_and_as_it_is_listed(tmp_path: Path, cli: Cli) -> None:
+    store = Store(tmp_path)
+    for layers in (2, 3):
+        model = replace(catalog.model("llama-tiny"), name="My-Model", layers=layers)
+        store.keep(report(model))
+    listed = ["My-Model layers=2", "My-Model layers=3"]
+    for asked, expected in (("my-model", listed), (listed[0], listed[:1]), ("my", [])):
+        runs = cli.json("runs", "--runs", tmp_path, "--model", asked)["runs"]
+        assert sorted(run["model"] for run in runs) == expected
+
+
 def test_repeats_are_one_row(tmp_path: Path) -> None:
     store, model = Store(tmp_path), catalog.model("llama-tiny")
     for changed in ({}, {"seed": 7}, {"steps": 99}, {"warmup": 1}, {"note": "a"}, {"tag": "b"}):

@@ -48,15 +48,21 @@ def runs(request: RunsRequest, *, on_event: OnEvent = ignore) -> StoredRuns:
 def chosen_runs(request: RunFilter, on_event: OnEvent) -> list[Stored]:
     conditions = [parse(text) for text in request.where]
     found = Store(request.runs, warn=warnings(on_event)).runs(progress=progress(on_event))
-    chosen = [stored for stored in found if _wanted(stored.summary, request, conditions)]
-    named = named_apart([stored.summary for stored in chosen])
-    return [replace(one, summary=summary) for one, summary in zip(chosen, named, strict=True)]
+    named = named_apart([stored.summary for stored in found])
+    return [
+        replace(one, summary=listed)
+        for one, listed in zip(found, named, strict=True)
+        if _is_of(request.model, one.summary, listed) and _wanted(listed, request, conditions)
+    ]
+
+
+def _is_of(model: str | None, *records: Record) -> bool:
+    """A model by its own name, or by the one that tells it from others of that name."""
+    return not model or model.lower() in (record.model.lower() for record in records)
 
 
 def _wanted(summary: Record, request: RunFilter, conditions: list[Expression]) -> bool:
     if request.outcome and summary.outcome not in request.outcome:
-        return False
-    if request.model and summary.model != request.model.lower():
         return False
     if request.tag is not None and summary.tag != request.tag:
         return False
