@@ -165,17 +165,6 @@ def test_a_crash_after_many_steps_keeps_what_was_measured(tmp_path: Path) -> Non
     assert one(tmp_path, late)["outcome"] == "oom"
 
 
-def test_nemo_prints(tmp_path: Path) -> None:
-    lines = "".join(
-        f"Training epoch 0, iteration {n}/99 | lr: 1.5e-06 | global_batch_size: 128 | global_step: "
-        f"{n} | reduced_train_loss: {11.0 - n / 100} | train_step_timing in s: {s} | "
-        "consumed_samples: 512\n"
-        for n, s in [(0, 30.1), (1, 2.305), (2, 2.301), (3, 2.31)]
-    )
-    found = one(tmp_path, lines)
-    says(found, "engine=nemo step_s=2.305 gbs=128")
-
-
 # --- the others
 
 
@@ -207,27 +196,6 @@ def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
     assert float(found["mem_gb"]) == gib
     assert float(found["step_s"]) == pytest.approx(seconds, rel=0.01)
     assert not found["unread_lines"]
-
-
-def test_torchtitan_without_its_configuration_has_the_precision_that_fsdp_applies(tmp_path) -> None:
-    text = written.titan([2000, 6600, 6650, 6640], config=False)
-    assert (one(tmp_path, text)["precision"], one(tmp_path, text)["status"]) == ("bf16", "ok")
-    assert one(tmp_path, text, precision="fp32")["precision"] == "fp32"
-    copies = text.replace("dp_replicate=1, dp_shard=8", "dp_replicate=8, dp_shard=1")
-    assert one(tmp_path, copies).missing == ("precision",)
-
-
-@pytest.mark.parametrize(
-    ("pp", "reshard", "sharding"),
-    [(1, "default", "zero3"), (1, "never", "zero2"), (1, "always", "zero3"),
-     (2, "default", "zero2"), (2, "never", "zero2"), (2, "always", "zero3")],
-)  # fmt: skip
-def test_torchtitan_keeps_weights_gathered_as_it_says(tmp_path, pp, reshard, sharding) -> None:
-    """By default a pipeline does: each of its micro batches would gather them again."""
-    text = written.titan([2000, 6600, 6650, 6640])
-    text = text.replace('forward": "default"', f'forward": "{reshard}"')
-    text = text.replace("pp=1, dp_replicate=1, dp_shard=8", f"pp={pp}, dp_replicate=1, dp_shard=4")
-    says(one(tmp_path, text), f"pp={pp} dp=4 sharding={sharding}")
 
 
 def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None:
@@ -337,12 +305,6 @@ def test_an_argument_list_without_an_end_printed_by_another_rank(tmp_path: Path)
         assert (found["status"], found["n_layers"], float(found["step_s"])) == ("ok", "8", 769.99)
 
 
-def test_a_mixture_of_experts_is_kept_and_not_taken_for_a_dense_model(tmp_path: Path) -> None:
-    found = one(tmp_path, told({"num_experts": "8"}), cluster="jean-zay")
-    assert (found["status"], found.missing) == ("incomplete", ("experts_per_token",))
-    assert (found["experts"], found["expert_ffn"]) == ("8", found["d_ff"])
-
-
 def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
     said = {
         "num_experts": "64", "moe_router_topk": "6", "moe_ffn_hidden_size": "1408",
@@ -366,42 +328,6 @@ def test_experts_of_megatrons_arguments(tmp_path: Path) -> None:
     assert shown_layout(found).endswith("ep4")
 
 
-def test_a_router_that_prints_its_loss_has_experts_that_are_known(tmp_path: Path) -> None:
-    said = {"num_experts": "8", "moe_router_topk": "2", "moe_layer_freq": "([0] * 3+[1]*67)"}
-    text = told(said).replace("| lm loss:", "| seq_load_balancing_loss: 1.0E+00 | lm loss:")
-    found = one(tmp_path, text, cluster="jean-zay")
-    assert (found["status"], found.missing) == ("ok", ())
-    assert found["dense_layers"] == "3"
-
-
-def test_a_run_that_keeps_states_on_the_host_is_not_fitted(tmp_path: Path) -> None:
-    for flag in ("optimizer_cpu_offload", "cpu_optimizer"):
-        found = one(tmp_path, told({flag: "True"}), cluster="jean-zay")
-        assert (found["status"], found.missing) == ("incomplete", ("no-offload",))
-    allowed = ("None", "(2047, 0)", "(-1, 0)")
-    for window, missing in (("(127, 0)", ("dense-model",)), *((said, ()) for said in allowed)):
-        found = one(tmp_path, told({"window_size": window}), cluster="jean-zay")
-        assert found.missing == missing
-
-
-@pytest.mark.parametrize(
-    ("said", "missing"),
-    [({"is_hybrid_model": "True", "hybrid_override_pattern": "M-M*-M-"}, ("dense-model",)),
-     ({"hybrid_override_pattern": "None", "is_hybrid_model": "False"}, ()),
-     ({"experimental_attention_variant": "gated_delta_net"}, ("dense-model",))],
-)  # fmt: skip
-def test_layers_without_softmax_attention_are_not_fitted(
-    tmp_path: Path, said: dict[str, str], missing: tuple[str, ...]
-) -> None:
-    assert one(tmp_path, told(said), cluster="jean-zay").missing == missing
-
-
-def test_a_yaml_that_only_names_its_model_does_not_say_whether_it_is_tied(tmp_path: Path) -> None:
-    text = written.printed("composer.yaml").replace("mpt_causal_lm", "hf_causal_lm")
-    row = one(tmp_path, text + "[batch=1/10]:\n", model="llama-2-7b")
-    assert (row["family"], row["tied"]) == ("", "")
-
-
 def test_what_is_not_modelled_stays_so_when_the_table_is_collected_again(tmp_path: Path) -> None:
     log, first, second = (tmp_path / name for name in ("train.log", "first.csv", "second.csv"))
     log.write_text(told({"is_hybrid_model": "True"}))
@@ -413,25 +339,6 @@ def test_what_is_not_modelled_stays_so_when_the_table_is_collected_again(tmp_pat
     first.write_text("\n".join(earlier) + "\n")
     collected(log, out=first, cluster="jean-zay")
     assert first.read_text().splitlines()[0] == f"{earlier[0]},unmodelled"
-
-
-def test_adapters_of_nemo_are_not_fitted(tmp_path: Path) -> None:
-    text = told({}) + "[NeMo I lora:93] Adding lora to: module.decoder.layers.0.linear_qkv\n"
-    assert one(tmp_path, text, cluster="jean-zay").missing == ("all-weights",)
-
-
-def test_heads_of_a_size_of_their_own_are_read(tmp_path: Path) -> None:
-    assert one(tmp_path, told({"kv_channels": "160"}), cluster="jean-zay")["head_dim"] == "160"
-
-
-@pytest.mark.parametrize(
-    ("modules", "word"),
-    [("None", "selective"), ("['core_attn']", "selective"), ("['layernorm', 'mlp']", "norm+mlp"),
-     ("['mlp', 'layernorm']", "norm+mlp"), ("['layernorm']", "")],
-)  # fmt: skip
-def test_modules_that_a_dense_layer_recomputes(tmp_path: Path, modules: str, word: str) -> None:
-    said = {"recompute_granularity": "selective", "recompute_modules": modules}
-    assert one(tmp_path, told(said), cluster="jean-zay")["act_ckpt"] == word
 
 
 @pytest.mark.parametrize(
@@ -477,11 +384,3 @@ def test_stages_of_a_pipeline_that_do_not_see_the_loss(tmp_path, labels) -> None
     found = one(tmp_path, text)
     assert (float(found["tokens_s_gpu"]), found["steps"]) == (4990, "4")
     assert found["mem_gb"] == "50.5"
-
-
-def test_the_micro_batch_that_composer_chose(tmp_path: Path) -> None:
-    text = written.composer([0, 10600, 10643, 10650])
-    text = text.replace("device_train_microbatch_size: 6", "device_train_microbatch_size: auto")
-    assert one(tmp_path, text)["mbs"] == ""
-    chosen = "\t Train trainer/device_train_microbatch_size: 4\n\t Train loss"
-    assert one(tmp_path, text.replace("\t Train loss", chosen))["mbs"] == "4"
