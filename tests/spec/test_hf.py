@@ -22,55 +22,17 @@ from fourfold.spec.model import RopeScaling
 from fourfold.spec.policy import Policy
 from fourfold.spec.supported import not_run
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
-}  # fmt: skip
-GPT2 = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300,
-    "n_positions": 128, "attn_pdrop": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "summary_first_dropout": 0.1, "activation_function": "gelu_new",
-}  # fmt: skip
-BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300}
-MPT = {"model_type": "mpt", "d_model": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 300}
-NEOX = {
-    "model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "vocab_size": 300, "use_parallel_residual": False, "rotary_pct": 1.0,
-}  # fmt: skip
-BIAS = {"attention_bias": True, "mlp_bias": True}
+# Configurations of each base, with what is changed in them: exact counts, refusals, notes.
+CASES = json.loads(Path(__file__).with_name("hf_cases.json").read_text())
+LLAMA, GPT2, BLOOM, MPT, _ = CASES["bases"].values()
+EXACT, REFUSED, NOTED = (
+    [(CASES["bases"].get(base, {}) | changes, *said) for base, changes, *said in CASES[name]]
+    for name in ("exact", "refused", "noted")
+)
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-
-EXACT = [
-    (LLAMA, 177_088),
-    (LLAMA | {"tie_word_embeddings": True, "head_dim": 32} | BIAS, 196_960),
-    (LLAMA | {"model_type": "mistral", "sliding_window": None}, 177_088),
-    (LLAMA | {"model_type": "phi3"}, 177_088),
-    (LLAMA | {"model_type": "nemotron"}, 143_744),
-    (LLAMA | {"model_type": "nemotron", "head_dim": 24} | BIAS, 163_664),
-    (LLAMA | {"model_type": "arcee"}, 143_296),
-    (LLAMA | {"model_type": "starcoder2"}, 125_840),
-    (LLAMA | {"model_type": "starcoder2", "use_bias": False}, 124_544),
-    (LLAMA | {"model_type": "starcoder2", "head_dim": 32}, 163_088),
-    (GPT2, 177_472),
-    (GPT2 | {"n_inner": 100, "tie_word_embeddings": False}, 136_300),
-    (GPT2 | {"model_type": "gpt_bigcode"}, 158_752),
-    (GPT2 | {"model_type": "gpt_bigcode", "multi_query": False}, 177_472),
-    (NEOX, 188_480),
-    (BLOOM, 169_408),
-    (MPT, 167_104),
-    (
-        BLOOM | {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880},
-        176_247_271_424,
-    ),
-    (
-        GPT2 | {"n_embd": 12288, "n_layer": 96, "n_head": 96, "vocab_size": 50257}
-        | {"n_positions": 2048},
-        174_604_259_328,
-    ),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "params"), EXACT)
@@ -140,95 +102,9 @@ def test_mpt_as_llm_foundry_reads_it():
     assert shape_from_config(MPT | {"attn_config": {"attn_type": "multiquery_attention"}}).kv_heads
 
 
-REFUSED = [
-    (LLAMA | {"num_local_experts": 8}, "num_local_experts", "experts"),
-    (LLAMA | {"n_routed_experts": 64}, "n_routed_experts", "experts"),
-    (LLAMA | {"moe_intermediate_size": 64}, "moe_intermediate_size", "experts"),
-    (MPT | {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln", "may change its shape"),
-    (MPT | {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_config.ffn_type", "modelled"),
-    (LLAMA | {"layer_types": ["linear_attention"] * 3}, "layer_types", "full and sliding"),
-    (LLAMA | {"layer_types": ["full_attention"] * 2}, "layer_types", "each of 3 layers"),
-    (LLAMA | {"qk_norm": True}, "qk_norm", "may change its shape"),
-    (LLAMA | {"use_qk_norm": True}, "use_qk_norm", "may change its shape"),
-    (LLAMA | {"use_parallel_residual": True}, "use_parallel_residual", "may change its shape"),
-    (LLAMA | {"partial_rotary_factor": 1.5}, "partial_rotary_factor", "at most 1"),
-    (LLAMA | {"rope_scaling": {"type": "spiral"}}, "rope_scaling.type", "modelled"),
-    (LLAMA | {"hidden_act": "tanh"}, "hidden_act", "modelled"),
-    (LLAMA | {"sliding_window": "4k"}, "sliding_window", "whole number"),
-    (GPT2 | {"activation_function": "mish"}, "activation_function", "modelled"),
-    (LLAMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", "causal"),
-    (LLAMA | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers", "multi-token prediction"),
-    (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config", "quantised"),
-    (LLAMA | {"vision_config": {"x": 1}}, "vision_config", "text"),
-    (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder", "decoder"),
-    (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank", "latent"),
-    (LLAMA | {"model_type": "qwen3_next"}, "model_type", "linear attention"),
-    (
-        LLAMA | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"},
-        "hybrid_override_pattern",
-        "Mamba",
-    ),
-    (LLAMA | {"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "mlp_only_layers", "first"),
-    (LLAMA | {"model_type": "mixtral", "moe_latent_size": 64}, "moe_latent_size", "unknown"),
-    (
-        LLAMA | {"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"},
-        "scoring_func",
-        "only sigmoid",
-    ),
-    (LLAMA | {"model_type": "glm4_moe", "index_topk_heads": 64}, "index_topk_heads", "unknown"),
-    (LLAMA | {"model_type": "mamba"}, "model_type", "supported: arcee"),
-    (LLAMA | {"model_type": "dbrx", "num_experts": 16}, "model_type", "supported: arcee"),
-    (LLAMA | {"num_experts": 16}, "num_experts", "read without them"),
-    ({}, "model_type", "missing"),
-    (LLAMA | {"hidden_size": -64}, "hidden_size", "from 1"),
-    (LLAMA | {"hidden_size": 64.0}, "hidden_size", "whole number"),
-    (LLAMA | {"hidden_size": 10**30}, "hidden_size", "2^63"),
-    (LLAMA | {"num_hidden_layers": 2**40}, "num_hidden_layers", "from 1 to"),
-    (LLAMA | {"num_attention_heads": True}, "num_attention_heads", "whole number"),
-    (LLAMA | {"num_attention_heads": 5}, "num_attention_heads", "must divide"),
-    (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads", "must divide"),
-    (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps", "finite"),
-    (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps", "above 0"),
-    (LLAMA | {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor", "above 0"),
-    (LLAMA | {"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope_scaling.factor", "number"),
-    (LLAMA | {"rope_scaling": [1]}, "rope_scaling", "object"),
-    (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings", "true or false"),
-    (LLAMA | {"n_embd": 65}, "n_embd", "contradicts"),
-    (BLOOM | {"n_inner": 77}, "n_inner", "must be 4 x hidden"),
-]
-
-
-# What changes no count is read, planned, and not run.
-NOTED = [
-    (LLAMA | {"attention_dropout": 0.1}, "dropout"),
-    (LLAMA | {"hidden_dropout_prob": 0.1}, "dropout"),
-    (LLAMA | {"layerdrop": 0.1}, "dropout"),
-    (GPT2 | {"attn_pdrop": 0.1}, "dropout"),
-    (GPT2 | {"scale_attn_weights": False}, "scaled"),
-    (BLOOM | {"hidden_dropout": 0.1}, "dropout"),
-    (BLOOM | {"apply_residual_connection_post_layernorm": True}, "residuals taken"),
-    (MPT | {"attn_config": {"attn_pdrop": 0.1}}, "dropout"),
-    (MPT | {"attn_config": {"clip_qkv": 6}}, "clipped"),
-    (MPT | {"attn_config": {"alibi_bias_max": 4}}, "slopes"),
-    (LLAMA | {"final_logit_softcapping": 30.0}, "soft-capped"),
-    (LLAMA | {"logit_scale": 0.5}, "scaled"),
-    (LLAMA | {"partial_rotary_factor": 0.5}, "partial rotary"),
-    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling"),
-    (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling"),
-    (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rotary scaling"),
-    (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6},
-              "sliding_attention": {"rope_theta": 1e4}}}, "per kind of layer"),
-    (LLAMA | {"hidden_act": "gelu"}, "geglu"),
-    (NEOX | {"use_parallel_residual": True}, "parallel attention and MLP"),
-    (NEOX | {"rotary_pct": 0.25}, "partial rotary"),
-    (LLAMA | {"model_type": "mistral", "sliding_window": 64}, "windows of 64"),
-    (LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64,
-              "max_window_layers": 2}, "windows of 64"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("config", "words"), NOTED)
 def test_what_changes_no_count_is_read_and_named(config, words):
+    """It is planned, and not run."""
     shape = shape_from_config(config, "x")
     assert words in ", ".join(not_run(shape, 128))
 
