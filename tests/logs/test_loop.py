@@ -47,6 +47,15 @@ def test_twelve_collected_runs_improve_the_prediction_of_later_ones(tmp_path: Pa
     assert after["median_pct"] < 0.8 * before["median_pct"]
 
 
+def test_why_no_collected_row_can_be_used_is_said(tmp_path: Path, cli: Cli) -> None:
+    """Without the GPU, which these logs do not print."""
+    rows = collected(SAMPLES / "first", out=tmp_path / "mine.csv").out
+    why = "mine.csv: none of 12 rows is used: the run is incomplete; 'fourfold collect' names"
+    assert why in cli("fit", rows, "--out", tmp_path / "own.json", status=2)
+    cli("score", rows)
+    assert why in cli.err
+
+
 def test_a_plan_is_compared_with_the_best_measured_run(tmp_path: Path, cli: Cli) -> None:
     first = _collected("first", tmp_path / "mine.csv")
     words = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from fourfold.events import OnEvent, ignore, notes, warnings
 from fourfold.spec import check
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
+from fourfold.units import counted
 from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.requests import FitRequest, ScoreRequest
@@ -71,12 +73,17 @@ def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
 
 
 def _read(path: str, on_event: OnEvent) -> Rows:
-    """A table, with a word about measured values that are none."""
+    """A table, with a word about measured values that are none, and where no row says enough."""
     table = read_table(path)
     if wrong := impossible(table):
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         warnings(on_event)(f"{path}: not used, as not {door.POSSIBLE}: {some}")
-    return parse(table)
+    rows = parse(table)
+    if rows.reasons and not rows.usable.any():
+        ((why, _),) = Counter(rows.reasons).most_common(1)
+        why = why.removeprefix("not expressible: ")
+        warnings(on_event)(f"{path}: none of {counted(len(rows.reasons), 'row')} is used: {why}")
+    return rows
 
 
 def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
