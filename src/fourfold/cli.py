@@ -25,6 +25,7 @@ _ARGPARSE = (
     (r"invalid choice: '(.*?)' \(choose from (.*)\)", r"\1 is not one of \2"),
     (r"invalid int value: (.*)", r"\1 is not a whole number"),
     (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"expected one argument", "needs a value"),
     (r"expected (.*)", r"expects \1"),
     (r"not allowed with argument (.*)", r"cannot be combined with \1"),
 )

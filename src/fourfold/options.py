@@ -210,7 +210,7 @@ def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
         if path in (error.field, leaf):
             return error.named(f"--set {path}")
     given = getattr(args, leaf, None)
-    is_missing = error.rule in ("is required", "is missing")
+    is_missing = error.rule.startswith(("is required", "is missing"))
     is_given = given is not None and given is not False and given != []
     if leaf in flags and (is_given or is_missing):
         return error.named(flags[leaf])

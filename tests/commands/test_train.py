@@ -41,6 +41,25 @@ def test_a_folder_that_cannot_be_used(cli, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("step", "step_s", "said"),
+    [(99, 0.5, "0:00:01 left"), (10, 1000.0, "1 day, 1:00:00 left"), (100, 1.0, "saving")],
+)
+def test_the_time_that_is_left_reads_as_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, step_s: float, said: str
+) -> None:
+    point = curve.Point(
+        step=step, loss=2.5, lr=1e-3, tokens=100, sequences=10, step_s=step_s, tokens_per_s=50.0
+    )
+    monkeypatch.setattr(curve, "last", lambda path: point)
+    shown: list[str] = []
+    settings = TrainSettings(steps=100, warmup_steps=1)
+    command._progress(TrainingFolder(tmp_path), settings, lambda one: shown.append(one.text))(
+        "9 steps done, now forward"
+    )
+    assert shown == [f"step {step} of 100, loss 2.5000, lr 0.001, 50 tokens/s, {said}"]
+
+
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_first(cli, monkeypatch, tmp_path, package) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -204,7 +204,7 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
 
 def evidence(row: PlanRow) -> str:
     runs = [f"{name}: {counted(n, 'measured run')}" for name, n in row.evidence.items()]
-    runs += [f"{text}: none" for text in row.outside]
+    runs += [f"{text}: no measured run" for text in row.outside]
     return "; ".join(runs) or "unknown to this calibration"
 
 

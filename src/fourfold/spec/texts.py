@@ -75,6 +75,8 @@ def parse(text: str, path: str = "") -> dict[str, Any]:
     looks_so = text.lstrip().startswith("{") and not path.endswith(".toml")
     if not path.endswith(".json") and not looks_so:
         return parse_toml(text)
+    if not text.strip():
+        raise UserError("is empty", hint="write a JSON object")
     data = parse_json(text)
     if not isinstance(data, dict):
         raise UserError("must be a JSON object", value=data)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -25,7 +27,7 @@ from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.supported import left_out
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
-from fourfold.units import counted, show_seconds
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import permit_of, tokens_of, warn_of_emulation
 from fourfold.verbs.run_requests import TrainRequest
@@ -210,7 +212,7 @@ def _progress(
             show(text)
             return
         left_s = (settings.steps - point.step) * point.step_s
-        left = f", {show_seconds(left_s)} left" if left_s else ", saving"
+        left = f", {timedelta(seconds=math.ceil(left_s))} left" if left_s else ", saving"
         show(
             f"step {point.step} of {settings.steps}, loss {point.loss:.4f}, lr {point.lr:.3g}, "
             f"{point.tokens_per_s:,.0f} tokens/s{left}"
