@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
+from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
@@ -23,3 +24,19 @@ def run_spec(model: str | ModelShape, layout: str | Layout = "dp1", **named: Any
         if told:
             named[part] = kind(**told)
     return RunSpec(model=shape, gpus=where.world, layout=where, **named)
+
+
+_PARTS = {"positions": Positions, "moe": Moe, "latent": Latent}
+
+
+def shape_of(said: str | dict[str, Any]) -> ModelShape:
+    """A preset by its name; or, as tables of cases write it, the preset `of` a name with other
+    fields."""
+    if isinstance(said, str):
+        return catalog.model(said)
+    changes = {
+        name: codec.decode(_PARTS[name], value) if name in _PARTS else value
+        for name, value in said.items()
+        if name != "of"
+    }
+    return replace(catalog.model(said["of"]), **changes)

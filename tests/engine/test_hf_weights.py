@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,73 +29,17 @@ from fourfold.engine.parallel.shards import (
 )
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.hf import folder as hf
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import approximation, export_type
 from fourfold.spec.hf.written import config_of
-from fourfold.spec.model import ModelShape, Positions, RopeScaling
+from fourfold.spec.model import ModelShape, Positions
 from fourfold.verbs import train
+from tests.specs import shape_of
 
 SEQ_LEN = 32
-_EXPERTS = Moe(ffn=96, balance_weight=0.02)
-_MIXTRAL = replace(catalog.model("mixtral-tiny"), moe=_EXPERTS)
-_LATENT = Latent(kv_rank=16, nope=16, rope=8, v=24)
-
-
-def tiny(name: str, **changes: object) -> ModelShape:
-    return replace(catalog.model(f"{name}-tiny"), **changes)
-
-
-def rope(kind: str, **fields: object) -> Positions:
-    return Positions(kind="rope", theta=5e5, scaling=RopeScaling(kind=kind, **fields))
-
-
-TINY = {
-    "mixtral": _MIXTRAL,
-    "qwen3-moe": replace(
-        _MIXTRAL, qk_norm="head", head_dim=24, moe=replace(_EXPERTS, ffn=40, normalised=False)
-    ),
-    "qwen3-moe-between": replace(
-        _MIXTRAL, qk_norm="head", head_dim=24, layers=5,
-        moe=replace(_EXPERTS, ffn=40, dense_first=2, every=2),
-    ),
-    "olmoe": replace(_MIXTRAL, qk_norm="width", moe=replace(_EXPERTS, normalised=False)),
-    "deepseek-v2": replace(
-        _MIXTRAL, kv_heads=4, latent=_LATENT, norm_eps=1e-6,
-        moe=Moe(
-            ffn=40, shared_ffn=80, dense_first=1, normalised=False, scale=4.0, groups=4,
-            group_top_k=2, balance="sequence",
-        ),
-    ),
-    "deepseek-v3": tiny("deepseek"),
-    "llama": tiny("llama"),
-    "llama-tied": tiny("llama", tied=True),
-    "llama-biased": tiny("llama", bias=True, kv_heads=1, head_dim=24),
-    "llama-3.1": tiny("llama", positions=rope("llama3", factor=8, original_length=8)),
-    "llama-linear": tiny("llama", positions=replace(rope("linear", factor=2.0), theta=1e4)),
-    "llama-attention-biased": tiny("llama", qkv_bias=True, out_bias=True, family="llama"),
-    "mistral": tiny("llama", window=SEQ_LEN, head_dim=32),
-    "qwen2": tiny("qwen", qk_norm="none", head_dim=None),
-    "qwen2-untied": tiny("qwen", qk_norm="none", tied=False, kv_heads=4),
-    "qwen3": tiny("qwen", qkv_bias=None),
-    "qwen3-biased": tiny("qwen", out_bias=True, tied=False),
-    "olmo2": tiny("olmo2"),
-    "olmo2-one-key": tiny("olmo2", kv_heads=1, tied=True, norm_eps=1e-5),
-    "gpt": tiny("gpt"),
-    "gpt-untied": tiny("gpt", tied=False, ffn=96, norm_eps=1e-3),
-    "mpt-learned": tiny("mpt"),
-    "mpt-alibi": tiny(
-        "mpt", positions=Positions(kind="alibi"), norm="layernorm-nobias", bias=False
-    ),
-    "mpt-six-heads": catalog.shape(
-        "mpt", layers=2, hidden=48, heads=6, vocab=64, bias=False, norm="layernorm-nobias",
-        positions={"kind": "alibi"},
-    ),
-    "rotary-gpt": catalog.shape(
-        "gpt", layers=2, hidden=32, heads=4, kv_heads=2, vocab=64, positions={"kind": "rope"}
-    ),
-}  # fmt: skip
+TABLE = tomllib.loads(Path(__file__).with_name("tiny.toml").read_text())
+TINY = {name: shape_of(said) for name, said in TABLE.items()}
 
 
 def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]:

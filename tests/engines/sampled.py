@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,77 +26,19 @@ from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape, Positions, RopeScaling
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.specs import shape_of
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = catalog.cluster("nvidia-h100")
 
 
-def _llama(**sizes: Any) -> ModelShape:
-    return replace(catalog.shape("llama", **sizes), positions=Positions(kind="rope"))
-
-
-_QWEN2 = replace(catalog.model("llama-3.1-8b"), qkv_bias=True, layers=28, name="qkv-bias")
-_QWEN3 = replace(catalog.model("llama-3.1-8b"), qk_norm="head", layers=36, head_dim=160, name="qk")
-_QWEN3_8B = replace(
-    catalog.shape("qwen", layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, vocab=151936),
-    qkv_bias=False, qk_norm="head", head_dim=128, tied=False, norm_eps=1e-6, name="qwen3-8b",
-)  # fmt: skip
-_QWEN3_1B = replace(
-    catalog.shape("qwen", layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, vocab=151936),
-    qkv_bias=False, qk_norm="head", head_dim=128, tied=True, norm_eps=1e-6, name="qwen3-1.7b",
-)  # fmt: skip
-MODELS: dict[str, tuple[ModelShape, ...]] = {
-    "megatron": (
-        *(catalog.model(name) for name in ("gpt-3-175b", "llama-3.1-70b", "llama-3.1-405b")),
-        *(catalog.model(name) for name in ("nemotron-4-15b", "llama-3.2-1b")),
-        _QWEN2,
-        _QWEN3,
-    ),
-    "torchtitan": (
-        *(catalog.model(f"llama-{n}") for n in ("2-7b", "2-70b", "3.1-70b", "3.1-405b", "3.2-3b")),
-        _QWEN3_8B,
-        _QWEN3_1B,
-    ),
-    "torchtitan-0.2": (
-        *(catalog.model(f"llama-{n}") for n in ("2-7b", "2-13b", "3.1-8b", "3.1-70b", "3.1-405b")),
-        _QWEN3_8B,
-        _QWEN3_1B,
-    ),
-    "nanotron": (
-        *(catalog.model(f"llama-2-{size}") for size in ("7b", "13b", "70b")),
-        _llama(layers=60, hidden=6656, ffn=17920, heads=52, kv_heads=52, vocab=32000),
-        replace(
-            _llama(layers=30, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=49152), tied=True
-        ),
-        _llama(layers=13, hidden=1024, ffn=4096, heads=16, kv_heads=4, vocab=50257),
-    ),
-}
-_MIXTRAL = catalog.model("mixtral-8x7b")
-_DROPPING = replace(_MIXTRAL, moe=replace(_MIXTRAL.moe, capacity=1.5, z_weight=1e-3), name="drops")
-_EVERY_SECOND = replace(
-    catalog.model("qwen3-30b-a3b"), moe=Moe(ffn=768, every=2, shared_ffn=1536), name="every-2"
+MODELS, EXPERTS = (
+    {engine: tuple(map(shape_of, models)) for engine, models in kind.items()}
+    for kind in tomllib.loads(Path(__file__).with_name("models.toml").read_text()).values()
 )
-_LITE = catalog.model("deepseek-v2-lite")
-_SCALED = RopeScaling(
-    kind="yarn", factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707
-)
-_YARN = replace(_LITE, positions=replace(_LITE.positions, scaling=_SCALED), name="yarn")
-_EVERYWHERE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "kimi-k2")
-EXPERTS: dict[str, tuple[ModelShape, ...]] = {
-    "megatron": (
-        *(catalog.model(name) for name in _EVERYWHERE),
-        *(catalog.model(name) for name in ("qwen2-57b-a14b", "glm-4.5-air")),
-        _MIXTRAL,
-        _YARN,
-        _DROPPING,
-        _EVERY_SECOND,
-    ),
-    "torchtitan": (*(catalog.model(name) for name in _EVERYWHERE), _EVERY_SECOND),
-    "torchtitan-0.2": tuple(catalog.model(name) for name in (*_EVERYWHERE, "moonlight-16b-a3b")),
-}
 VENVS = {
     "megatron": "megatron",
     "torchtitan": "torchtitan-0.3",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from fourfold import PlanRequest
 from fourfold.errors import UserError
 from fourfold.search.export import megatron_bridge
 from fourfold.verbs.export import Exported
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sampled import environment
+from tests.engines.sampled import environment
 
 
 def _exported(engine: str, layout: str, job: str = "", **policy: Any) -> Exported:

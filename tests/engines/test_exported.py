@@ -5,13 +5,11 @@ Their own parsers, configuration classes and models are asked, in environments o
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from sampled import EXPERTS, MODELS, expected, read_back, sampled
+from tests.engines.sampled import EXPERTS, MODELS, expected, read_back, sampled
 
 
 def compare(engine: str, count: int, folder: Path, models=()) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,13 @@ from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec, texts
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape, Positions, RopeScaling
+from fourfold.spec.model import ModelShape, RopeScaling
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.engines.sampled import EXPERTS, MODELS, sampled
+from tests.specs import shape_of
 
 TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "engines"))
-from sampled import EXPERTS, MODELS, sampled  # noqa: E402
-
 FLAGS = tomllib.loads((TESTS / "golden" / "megatron_flags.toml").read_text())
 LLAMA2 = catalog.model("llama-2-7b")
 LLAMA31 = catalog.model("llama-3.1-8b")
@@ -50,18 +48,12 @@ def setup(layout: str = "pp2 dp4 tp8", model: str = "llama-3.1-70b", **policy: A
 def setup_of(said: dict[str, Any]) -> Setup:
     """Of the table."""
     rest = dict(said)
-    name, own = rest.pop("model", "llama-3.1-70b"), {}
-    if isinstance(name, dict):
-        own = {**name}
-        name = own["name"]
-    if "positions" in own:
-        own["positions"] = codec.decode(Positions, own["positions"])
+    model = shape_of(rest.pop("model", "llama-3.1-70b"))
     batch = {key: rest.pop(key) for key in ("seq_len", "micro_batch", "ramp") if key in rest}
     if "ramp" in batch:
         batch["ramp"] = Ramp(**batch["ramp"])
     fields = {key: rest.pop(key) for key in ("stack", "device") if key in rest}
-    one = setup(rest.pop("layout", "pp2 dp4 tp8"), name, **rest)
-    model = replace(one.model, **own)
+    one = setup(rest.pop("layout", "pp2 dp4 tp8"), **rest)
     return replace(one, model=model, batch=replace(one.batch, **batch), **fields)
 
 

@@ -14,8 +14,8 @@ from fourfold.search.legal import REASONS, RULES, Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from tests.specs import shape_of
 
 LLAMA = catalog.model("llama-3.1-8b")  # 32 layers, 32 heads, 8 kv heads, ffn 14336
 GPT3 = catalog.model("gpt-3-175b")  # 96 layers, 96 heads, learned positions 2048
@@ -35,18 +35,7 @@ def reasons(
     return [refusal.reason for refusal in refused]
 
 
-def model_of(said: str | dict[str, Any]) -> ModelShape:
-    if isinstance(said, str):
-        return catalog.model(said)
-    if "name" not in said:
-        return catalog.shape(**said)
-    known, changes = catalog.model(said["name"]), {**said}
-    if "moe" in said:
-        changes["moe"] = replace(known.moe, **said["moe"])
-    return replace(known, **changes)
-
-
-KINDS = {"model": model_of, "device": catalog.device, "batch": lambda said: replace(BATCH, **said)}
+KINDS = {"model": shape_of, "device": catalog.device, "batch": lambda said: replace(BATCH, **said)}
 
 
 def decoded(run: dict[str, Any]) -> dict[str, Any]:
