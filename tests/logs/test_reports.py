@@ -10,25 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.logs import written
 from tests.logs.reading import collected, says
 
-CONFIG: dict[str, Any] = {
-    "test_id": "llama3_8b.1", "test_name": "llama3_8b", "description": "Llama 3 8B",
-    "test_scenario_name": "pretrain", "test_template_name": "MegatronBridge",
-    "container_image": "nvcr.io#nvidia/nemo:25.11.01", "cloudai_execution_node": "login-1",
-    "env_vars": {"NCCL_DEBUG": "INFO", "steps": [1, 2]}, "world_size": 16, "num_nodes": 2,
-    "gpus_per_node": 8, "nodes": ["node[1-2]"], "clique_size": None, "fp8": None,
-    "fp8_recipe": None, "micro_batch_size": 1, "global_batch_size": 128, "seq_length": 8192,
-    "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "context_parallel_size": None,
-    "virtual_pipeline_parallel_size": None, "sequence_parallel": True, "expert_parallel_size": 1,
-    "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "num_layers": 32,
-    "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
-    "ffn_hidden_size": 14336, "kv_channels": 128, "normalization": "RMSNorm",
-    "position_embedding_type": "rope", "model_name": "llama3_8b_pretrain_config",
-    "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
-    "moe_grouped_gemm": False, "profiling_enabled": True, "profiling_start_step": 10,
-    "profiling_stop_step": 12, "exclude_start_steps": 5, "exclude_post_profiling_steps": 2,
-}  # fmt: skip
+EVENT: dict[str, Any] = json.loads(written.printed("torchtitan-event.json"))
+CONFIG: dict[str, Any] = json.loads(written.printed("cloudai.json"))
 GIVEN = {"vocab": "128256", "hardware": "h100-80gb", "precision": "bf16", "sharding": "zero1",
          "act_ckpt": "none"}  # fmt: skip
 
@@ -47,14 +33,9 @@ def report(**config: Any) -> dict[str, Any]:
 
 
 def event(kind: str, *, rank: int = 0, step: int = 1, **more: Any) -> str:
-    head = {"delta_ms": 0.1, "tid": 71, "rank": rank, "global_rank": rank, "local_rank": rank,
-            "source": "training", "host_name": "node-1", "pid": 70, "step": step,
-            "relative_step": step}  # fmt: skip
-    tail = {"time": 1787201405, "time_ms": 1787201405041, "time_us": 1787201405041866,
-            "log_type": "event", "log_type_name": kind, "event_name": None}  # fmt: skip
-    last = {"caller": "torchtitan/trainer.py:796:train", "log_level": "INFO", "seq_id": 3,
-            "logger_name": "torchtitan.structured_logger", "message": kind}  # fmt: skip
-    return json.dumps(head | more | tail | last) + "\n"
+    ranks = dict.fromkeys(("rank", "global_rank", "local_rank"), rank)
+    steps = {"step": step, "relative_step": step, "log_type_name": kind, "message": kind}
+    return json.dumps(EVENT | ranks | steps | more) + "\n"
 
 
 def rank_log(rank: int, milliseconds: float, steps: int = 12) -> str:

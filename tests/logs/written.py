@@ -5,7 +5,6 @@ The prints are those that docs/collect.md quotes; the numbers are the rows'.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -130,44 +129,13 @@ def _arguments(row: Row, deepspeed: bool) -> list[tuple[str, object]]:
     return sorted(args.items(), key=lambda pair: pair[0].lower())
 
 
-TITAN = {
-    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256,
-    "multiple_of": 1024, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000,
-    "rope_scaling_args": {"scaling_factor": 8.0}, "max_seq_len": 8192,
-}  # fmt: skip
-
-
-def titan(tps: list[int], *, freq: int = 10, config: bool = True, ranks: int = 1) -> str:
-    """8 GPUs, FSDP; `tps` of the first step and then of every `freq`-th."""
-    said = {
-        "model": {"name": "llama3", "flavor": "8B", "converters": []},
-        "metrics": {"log_freq": freq},
-        "training": {"seq_len": 8192, "local_batch_size": 2, "global_batch_size": -1,
-                     "mixed_precision_param": "bfloat16"},
-        "parallelism": {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1,
-                        "fsdp_reshard_after_forward": "default", "tensor_parallel_degree": 1,
-                        "context_parallel_degree": 1, "pipeline_parallel_degree": 1,
-                        "pipeline_parallel_microbatch_size": 1},
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
-    }  # fmt: skip
+def titan(tps: list[int], *, config: bool = True, ranks: int = 1) -> str:
+    """8 GPUs, FSDP; `tps` of the first step and then of every tenth."""
     head = "[titan] 2025-12-01 10:00:00,123 - root - INFO - "
-    lines = [
-        f"{head}Starting job: Llama 3 8B training",
-        f"{head}Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, "
-        "tp=1, ep=1, etp=1",
-        *([f"{head}Running with configs: {json.dumps(said, indent=2)}"] if config else []),
-        f"{head}Building llama3 8Bwith {json.dumps(TITAN, indent=2)}",
-        f"{head}CUDA capacity: NVIDIA H100 with 79.10GiB memory",
-        f"{head}\x1b[34mModel llama3 8B \x1b[31msize: 8,030,261,248 total parameters\x1b[39m",
-        f"{head}Applied selective activation checkpointing to the model",
-        f"{head}Applied FSDP to the model",
-        f"{head}Trainer is initialized with local batch size 2, global batch size 16, gradient "
-        "accumulation steps 1, sequence length 8192, total steps 1000 (warmup 200)",
-        f"{head}Training starts at step 1",
-    ]
-    text = "\n".join(lines).splitlines()
+    said = printed("torchtitan-config.txt") if config else ""
+    text = printed("torchtitan.txt").replace("{config}", said).splitlines()
     for at, rate in enumerate(tps):
-        step = 1 if at == 0 else at * freq
+        step = 1 if at == 0 else at * 10
         text += [
             f"[rank{rank}]:{head}\x1b[31mstep: {step:2}  \x1b[32mloss: {12.0 - at / 10:8.5f}  "
             f"\x1b[38;2;180;60;0mgrad_norm: {1.5:7.4f}  \x1b[36mmemory: {52.3 + rank:5.2f}GiB"
