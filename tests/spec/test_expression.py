@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,27 +13,11 @@ from hypothesis import strategies as st
 from fourfold.errors import UserError
 from fourfold.spec.expression import NAMES, parse
 
+TEXTS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
 VALUES = {"dp": 4, "tp": 8, "pp": 12, "cp": 1, "vp": 1, "global_batch": 2048, "gpus": 384}
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("dp % 4 == 0 and global_batch % 32 == 0", True),
-        ("dp % 3 == 0", False),
-        ("not dp == 4 or tp >= 8", True),
-        ("1 < dp <= 4", True),
-        ("4 < dp <= 4", False),
-        ("log2(dp) == 2", True),
-        ("ceil(global_batch / (dp * 3)) == 171", True),
-        ("-dp + 8 == 2 ** 2", True),
-        ("global_batch // 3 == 682", True),
-        ("dp != 4", False),
-        ("cp > 1 and 8 / (cp - 1) > 2", False),
-        ("cp == 1 or 8 / (cp - 1) > 2", True),
-        ("(dp * tp * pp == gpus)", True),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), TEXTS["conditions"])
 def test_conditions_on_values_and_columns(text: str, answer: bool) -> None:
     assert parse(text).holds(VALUES) is answer
     columns = {name: np.array([value, value]) for name, value in VALUES.items()}
@@ -45,29 +32,12 @@ def test_columns_answer_row_by_row_beside_scalars() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("microbatch == 4", "unknown name 'microbatch'; did you mean 'micro_batch'?"),
-        ("import os", "where"),
-        ("__import__('os').system('x')", "not allowed"),
-        ("dp.real == 4", "not allowed"),
-        ("eval(dp) == 1", "cannot call 'eval'"),
-        ("log2(dp, tp) == 1", "cannot call 'log2'"),
-        ("dp", "is a number, not a condition"),
-        ("dp and tp", "'dp', which is not a condition"),
-        ("(dp > 1) + 1 == 2", "is not a number"),
-        ("dp == 'x'", "not allowed"),
-        ("dp == True", "not allowed"),
-        ("dp in (1, 2)", "not allowed"),
-        ("dp if tp else pp", "not allowed"),
-        ("[dp for dp in tp] == 1", "not allowed"),
-        ("(lambda: dp)() == 1", "not allowed"),
-        ("dp == 1e999", "too large"),
+        *TEXTS["mistakes"],
         ("dp == 9" + "9" * 400, "too large"),
-        ("", "must be a condition"),
         ("(" * 60 + "dp" + ")" * 60 + " == ", "where"),
         ("+".join(["dp"] * 100) + " == 1", "nested deeper"),
         ("-" * 500 + "dp == 1", "nested deeper"),
         ("dp == 1" * 200, "longer than"),
-        ("dp @ tp == 1", "not allowed"),
         ("dp == 1\x00", "where"),
     ],
 )

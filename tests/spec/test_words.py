@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from fourfold.units import bytes_per_s_from, count_from, size_from
 from tests.cli import Cli
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "8k", "--global-batch", "64", "--top", "1"]
+TEXTS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
 LETTERS = {"k": 3, "M": 6, "B": 9, "T": 12}
 
 
@@ -97,23 +99,7 @@ def test_hybrid_layout_text() -> None:
     assert Layout.parse("DP2x4xTP8") == Layout(replicate=2, shard=4, tp=8)
 
 
-@pytest.mark.parametrize(
-    ("field", "typed", "meant"),
-    [
-        ("sharding", "fsdp", "zero3"), ("sharding", "FULL_SHARD", "zero3"),
-        ("sharding", "DDP", "zero0"), ("sharding", "SHARD_GRAD_OP", "zero2"),
-        ("sharding", "ZeRO-1", "zero1"), ("sharding", "zero_2", "zero2"),
-        ("sharding", "3", "zero3"),
-        ("sharding", "ZERO3", "zero3"), ("precision", "BF16", "bf16-mixed"),
-        ("precision", "amp_bf16", "bf16-mixed"), ("precision", "FP8", "fp8"),
-        ("schedule", "1F1B", "1f1b"), ("schedule", "Interleaved1F1B", "interleaved"),
-        ("schedule", "ZB-H1", "zero-bubble"), ("precision", "NVFP4", "fp4"),
-        ("schedule", "GPipe", "gpipe"), ("schedule", "zero_bubble", "zero-bubble"),
-        ("cp_kind", "Ring", "ring"), ("cp_kind", "all_gather", "allgather"),
-        ("cp_kind", "a2a", "ulysses"), ("recompute", "Full", "full"),
-        ("recompute", "every_2", "every-2"), ("recompute", "Block_3", "block-3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "typed", "meant"), TEXTS["policies"])
 def test_words_of_a_policy(field: str, typed: str, meant: str) -> None:
     assert getattr(codec.decode(Policy, {field: typed}), field) == meant
 
