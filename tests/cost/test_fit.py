@@ -221,7 +221,7 @@ def test_rank_agreement_ignores_pairs_within_two_percent() -> None:
         ({"attention": "magic"}, "attention"),
         ({"gbs": "1e30"}, "gbs"),
         ({"seq_len": "nan"}, "seq_len"),
-        ({"mbs": "0"}, "micro"),
+        ({"mbs": "0"}, "mbs"),
     ],
 )
 def test_what_cannot_be_expressed_keeps_its_line(tmp_path, change, word) -> None:

@@ -58,17 +58,14 @@ def imbalance(model: ModelShape, policy: Policy) -> float:
     return float(usual_spread(model.experts, model.moe.choice_bias))
 
 
-def further(model: ModelShape, stack: str) -> dict[str, float]:
-    """Layers that predict further tokens, where the engine trains them: each as one more, with
+def further(model: ModelShape) -> dict[str, float]:
+    """Layers that predict further tokens, where an engine trains them: each as one more, with
     experts, on the last stage's side, and logits of its own."""
-    if not model.mtp or not stack_rules(stack).predicts_further:
+    if not model.mtp:
         return {}
     layers = model.layers + model.mtp
-    return {
-        "mtp": model.mtp,
-        "layers": layers,
-        "routed": (model.moe_layers + model.mtp) / layers,
-    }
+    routed = (model.moe_layers + model.mtp) / layers if model.moe else 0.0
+    return {"mtp": model.mtp, "layers": layers, "routed": routed}
 
 
 def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +77,7 @@ def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, An
     spread = np.multiply(run["ep"], run["etp"]) > 1
     kind = run["recompute"]
     return {
-        **further(spec.model, stack),
+        **(further(spec.model) if stack_rules(stack).predicts_further else {}),
         **{axis: run[axis] for axis in EXPERT_AXES},
         "dispatcher": np.where(spread, DISPATCHERS.index(asked), DISPATCHERS.index("local")),
         "hides_exchange": float(policy.overlap_exchange),

@@ -30,7 +30,7 @@ from fourfold.spec.words import (
     SCHEDULES,
 )
 
-_NORM_KINDS = [RECOMPUTE_KINDS.index(kind) for kind in ("norm+act", "norm+mlp")]
+_NORM_ACT, _NORM_MLP = (RECOMPUTE_KINDS.index(kind) for kind in ("norm+act", "norm+mlp"))
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -194,8 +194,8 @@ def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float
         "acc_bytes": min(held, 2.0) if policy.precision == "bf16-pure" else held,
         "opt_bytes": master + moments,
         "act_bytes": around,
-        "saved_bytes": usual.fp8_saved_bytes if precision == "fp8" else around,
-        "gather_bytes": usual.fp8_gather_bytes if precision == "fp8" else around,
+        "saved_bytes": usual.fp8_saved_bytes if precision in AROUND else around,
+        "gather_bytes": usual.fp8_gather_bytes if precision in AROUND else around,
         "param_bytes": DTYPE_BYTES[dtypes.param],
         "moment_bytes": moments,
         "update_traffic": update_traffic,
@@ -210,8 +210,8 @@ def run_facts(
     release: str = "",
 ) -> dict[str, Any]:
     """Every fact of one run, or of many that differ in `points`: columns of CHOSEN fields, and
-    `global_batch` where that differs too. `release`: of cost/stacks.RELEASES, where that will run
-    it, not the measured engine."""
+    `global_batch`, `seq_len` and `gpus` where those differ too. `release`: of cost/stacks.RELEASES,
+    where that will run it, not the measured engine."""
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
     return {
         **model_facts(spec.model),
@@ -220,10 +220,10 @@ def run_facts(
         **format_facts(spec.policy, stack, generation_of(cluster.device)),
         # Where a release cuts stages otherwise than the measured engine.
         **({"balanced": 2.0} if release and RELEASES[release].stage_rule == "passing" else {}),
-        "seq": spec.batch.seq_len,
+        "seq": run.get("seq_len", spec.batch.seq_len),
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
-        "gpus": spec.gpus,
+        "gpus": run.get("gpus", spec.gpus),
         **{axis: run[axis] for axis in MODEL_AXES},
         "dp": run["replicate"] * run["shard"],
         "shard": run["shard"] * run["cp"],
@@ -248,8 +248,8 @@ def _recompute_facts(spec: RunSpec, run: Mapping[str, Any]) -> dict[str, Any]:
         "full_ckpt": share,
         "block_ckpt": block,
         "attn_ckpt": np.equal(kind, RECOMPUTE_KINDS.index("selective")),
-        "norm_ckpt": np.isin(kind, _NORM_KINDS),
-        "mlp_ckpt": np.equal(kind, _NORM_KINDS[1]),
+        "norm_ckpt": np.equal(kind, _NORM_ACT) | np.equal(kind, _NORM_MLP),
+        "mlp_ckpt": np.equal(kind, _NORM_MLP),
     }
 
 

@@ -160,6 +160,7 @@ def _matches(stack: str, name: str) -> bool:
     return rest != stack and (rest[:1] in ("", "-") or name[-1].isdigit())
 
 
+@functools.lru_cache(maxsize=1024)
 def stack_defaults(stack: str) -> StackDefaults:
     """Of the longest known name that a stack's begins with; of `generic` where nobody knows it."""
     name = without_experts(stack.lower())

@@ -170,7 +170,12 @@ def device(name: str) -> Device:
             "h100-80gb --format json' and pass its path)"
         )
         raise UserError("unknown GPU", field="gpu", value=name, hint=hint)
-    return codec.decode(Device, {"id": key, **table[key]})
+    return _device(key)
+
+
+@functools.cache
+def _device(key: str) -> Device:
+    return codec.decode(Device, {"id": key, **data("devices.toml")["devices"][key]})
 
 
 def peak_of(name: str, precision: str) -> float | None:
@@ -220,7 +225,12 @@ def cluster(name: str, gpus: int = 0) -> Cluster:
     if name.lower() not in known:
         hint = f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)"
         raise UserError("unknown cluster", field="cluster", value=name, hint=hint)
-    return stretched(cluster_from(data(known[name.lower()])), gpus)
+    return stretched(_cluster(known[name.lower()]), gpus)
+
+
+@functools.cache
+def _cluster(file: str) -> Cluster:
+    return cluster_from(data(file))
 
 
 def profile_text(name: str) -> str:

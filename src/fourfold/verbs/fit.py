@@ -15,7 +15,8 @@ from fourfold.cost.fit.coefficients import BY_NAME
 from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.pairs import PairScore, pair_scores
 from fourfold.cost.fit.validate import calibrate, suggest
-from fourfold.cost.table.reference import impossible, read_table
+from fourfold.cost.table.cells import impossible
+from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError

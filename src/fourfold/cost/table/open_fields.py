@@ -6,22 +6,22 @@ Whoever published a run had tuned it, so that its best is a better guess than 1 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns, Floats, columns
+from fourfold.cost.columns import Coefficients, Columns, columns
 from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.reference import Distinct, Draft, NoteWords, RowTable
+from fourfold.cost.table.cells import Bools, Draft, Floats, blank, each
+from fourfold.cost.table.reference import RowTable, note_words
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
-Bools = NDArray[np.bool_]
 _TRIED: dict[str, tuple[float, ...]] = {
     # Megatron's "block" recomputes as many layers as it takes.
     "full_ckpt": (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -45,18 +45,14 @@ def open_fields(table: RowTable, stages: Floats) -> dict[str, Bools]:
     """Rows that leave each field within their layout open. Between pipeline stages single sequences
     are handed over where nobody says more; a stack that usually recomputes everything does."""
 
-    keeps = Distinct(table.column("stack"), stack_defaults).mask(lambda s: s.recompute != "full")
-    said = Distinct(table.column("note"), NoteWords).mask(lambda words: words.recomputes)
+    recomputes = each(table.column("stack"), lambda name: stack_defaults(name).recompute == "full")
+    said = each(table.column("note"), lambda note: note_words(note).recomputes)
     several = stages > 1
     return {
-        "full_ckpt": blank(table, "act_ckpt") & keeps & ~said,
+        "full_ckpt": blank(table, "act_ckpt") & ~np.logical_or(recomputes, said),
         "micro": blank(table, "mbs") & ~several,
         "vpp": blank(table, "vpp") & several,
     }
-
-
-def blank(table: RowTable, column: str) -> Bools:
-    return np.array([cell == "" for cell in table.column(column)], dtype=bool)
 
 
 def open_layouts(table: RowTable) -> Bools:
@@ -65,44 +61,26 @@ def open_layouts(table: RowTable) -> Bools:
     return np.logical_and.reduce([blank(table, column) for column in _LAYOUT])
 
 
-def fill_layouts(draft: Draft, is_open: Bools) -> None:
+def fill_layouts(draft: Draft, facts: dict[str, Floats], is_open: Bools) -> None:
     """Puts the fastest layout that fits a typical engine into the facts, with recompute where that
     is open too; the fields within a layout come after it."""
-    facts = draft.facts
     rows = np.flatnonzero(is_open)
     if not len(rows):
         return
     here = {fact: values[rows] for fact, values in facts.items()}
     free = blank(draft.table, "act_ckpt")[rows]
-    usual = defaults()
-    best: dict[str, Floats] = {}
-    least = np.full(len(rows), np.inf)
+    trials = []
     for (tp, pp, zero), recompute in product(_TRIED_LAYOUTS, _TRIED["full_ckpt"]):
         dp = np.maximum(1.0, np.floor(here["gpus"] / (tp * pp * here["cp"])))
-        trial: dict[str, Floats | float] = {
-            "tp": tp,
-            "pp": pp,
-            "dp": dp,
-            "shard": dp * here["cp"],
-            "zero": zero,
-        }
-        full = np.where(free, recompute, here["full_ckpt"])
-        c = columns(len(rows), **{**here, **trial, "full_ckpt": full})
-        room = memory(c, usual).worst_bytes / limit_bytes(c, usual)
-        seconds = estimate(c, usual).step_s
-        cost = np.where(room < _WELL_FILLED, seconds, 1e12 * (1.0 + room))
-        cost = np.where(_is_layout(c), cost, np.inf)
-        better = cost < least
-        best = {name: np.where(better, value, best.get(name, 1.0)) for name, value in trial.items()}
-        least = np.minimum(cost, least)
-    for name, values in best.items():
-        facts[name][rows] = np.where(np.isfinite(least), values, facts[name][rows])
+        axes = {"tp": tp, "pp": pp, "dp": dp, "shard": dp * here["cp"], "zero": zero}
+        trials.append(axes | {"full_ckpt": np.where(free, recompute, here["full_ckpt"])})
+    best = _fastest(here, trials, _is_layout, lambda c: _cost(c, defaults(), filled=_WELL_FILLED))
+    for name in axes:
+        facts[name][rows] = best[name]
     for i in rows:
         axes = " ".join(f"{axis}{facts[axis][i]:.0f}" for axis in AXES)
         taken = f"{axes} {SHARDINGS[int(facts['zero'][i])]}"
-        draft.assumed.setdefault(int(i), []).append(
-            f"layout not stated: {taken}, the fastest that fits"
-        )
+        draft.assume([int(i)], [f"layout not stated: {taken}, the fastest that fits"])
 
 
 def _is_layout(c: Columns) -> Bools:
@@ -111,40 +89,48 @@ def _is_layout(c: Columns) -> Bools:
     return whole & (np.mod(c.heads, c.tp) == 0) & (c.pp <= c.layers) & (c.tp <= c.node)
 
 
-def fill_open(
-    facts: dict[str, Floats], assume: Callable[[Bools, str], None], is_open: dict[str, Bools]
-) -> None:
+def fill_open(draft: Draft, facts: dict[str, Floats], is_open: dict[str, Bools]) -> None:
     """Puts the best values into `facts`: field by field, the cheapest in memory first."""
     for name, open_here in is_open.items():
         rows = np.flatnonzero(open_here)
         if len(rows):
-            facts[name][rows] = best = _best(facts, name, rows)
-            told = open_here.copy()
-            told[rows] = (best != _TRIED[name][0]) | (name != "full_ckpt")
-            assume(told, f"{_WORDS[name]} not stated: the best that fits")
+            here = {fact: values[rows] for fact, values in facts.items()}
+            trials = [{name: value} for value in _TRIED[name]]
+            # Who recomputes, does so because even a lean engine did not fit; a micro batch leaves
+            # room; virtual stages cost little memory, and the run did run.
+            lean = defaults() | ({"gathered": LEAN["gathered"]} if name == "micro" else LEAN)
+            cost = partial(_cost, coefficients=lean, by_time=name == "vpp")
+            facts[name][rows] = best = _fastest(here, trials, _possible, cost)[name]
+            told = rows[(best != _TRIED[name][0]) | (name != "full_ckpt")]
+            draft.assume(told, [f"{_WORDS[name]} not stated: the best that fits"])
     looped = facts["vpp"] > 1
     facts["schedule"] = np.where(looped, float(SCHEDULES.index("interleaved")), facts["schedule"])
 
 
-def _best(facts: dict[str, Floats], name: str, rows: NDArray[np.intp]) -> Floats:
-    """Of each row the fastest value among those that fit a lean engine. Where none does, the
-    leanest; of virtual stages, which cost little memory, the fastest: the run did run."""
-    here = {fact: values[rows] for fact, values in facts.items()}
-    usual = defaults()
-    # Who recomputes, does so because even a lean engine did not fit; a micro batch leaves room.
-    lean = usual | ({"gathered": LEAN["gathered"]} if name == "micro" else LEAN)
-    best, least = np.full(len(rows), _TRIED[name][0]), np.full(len(rows), np.inf)
-    for value in _TRIED[name]:
-        c = columns(len(rows), **{**here, name: value})
-        room = memory(c, lean).worst_bytes / limit_bytes(c, lean)
-        seconds = estimate(c, defaults()).step_s
-        # Everything that fits comes before everything that does not.
-        over = seconds if name == "vpp" else room
-        cost = np.where(room < 1.0, seconds, 1e12 + over)
-        cost = np.where(_possible(c), cost, np.inf)
-        best = np.where(cost < least, value, best)
-        least = np.minimum(cost, least)
+def _fastest(
+    here: Mapping[str, Floats],
+    trials: Iterable[Mapping[str, Floats | float]],
+    is_possible: Callable[[Columns], Bools],
+    cost: Callable[[Columns], Floats],
+) -> Mapping[str, Floats]:
+    """Facts of each row with those of its cheapest trial."""
+    best, least = dict(here), np.full(len(here["gpus"]), np.inf)
+    for trial in trials:
+        c = columns(len(least), **{**here, **trial})
+        spent = np.where(is_possible(c), cost(c), np.inf)
+        for name, value in trial.items():
+            best[name] = np.where(spent < least, value, best[name])
+        least = np.minimum(spent, least)
     return best
+
+
+def _cost(
+    c: Columns, coefficients: Coefficients, *, filled: float = 1.0, by_time: bool = False
+) -> Floats:
+    """Seconds of what fits; before whatever does not: the leanest of that, or the fastest."""
+    room = memory(c, coefficients).worst_bytes / limit_bytes(c, coefficients)
+    seconds = estimate(c, defaults()).step_s
+    return np.where(room < filled, seconds, 1e12 * (1.0 + (seconds if by_time else room)))
 
 
 def _possible(c: Columns) -> Bools:

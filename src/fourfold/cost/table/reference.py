@@ -10,19 +10,16 @@ it, and no other label, reaches an answer.
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fourfold import door, files
 from fourfold.cost.scaling import CALLED
-from fourfold.errors import UserError, shorten
+from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import check
 
@@ -69,6 +66,9 @@ class NoteWords:
         self.one_moment = has(r"\bLION\b")
 
 
+note_words = functools.lru_cache(maxsize=4096)(NoteWords)
+
+
 def _stated(note: str, yes: str, no: str) -> bool | None:
     if re.search(yes, note):
         return True
@@ -83,7 +83,6 @@ EXPERT_COLUMNS = (
     "cuda_graph",
 )  # fmt: skip
 SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
-T = TypeVar("T")
 BATCH = 4096
 PLAIN_BYTES = 2**20
 MARK = "\x1f"  # the unit separator of ASCII; no table has it
@@ -179,101 +178,3 @@ def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowT
     blank = [""] * length
     by_name = dict(zip(header, cells, strict=True))
     return RowTable(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
-
-
-def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:
-    """ask(cell) for every cell; each different text is asked once."""
-    answers = {cell: ask(cell) for cell in set(cells)}
-    return [answers[cell] for cell in cells]
-
-
-class Distinct(Generic[T]):
-    """Answers to the different cells of a column; as an array with one element a row."""
-
-    def __init__(self, cells: Sequence[Any], ask: Callable[[Any], T]) -> None:
-        places: dict[Any, int] = {}
-        codes = [places.setdefault(cell, len(places)) for cell in cells]
-        self._codes = np.array(codes, dtype=np.intp)
-        self._answers = [ask(cell) for cell in places]
-
-    def array(self, of: Callable[[T], float]) -> NDArray[np.float64]:
-        return np.array([of(one) for one in self._answers], dtype=np.float64)[self._codes]
-
-    def mask(self, of: Callable[[T], bool]) -> NDArray[np.bool_]:
-        return np.array([of(one) for one in self._answers], dtype=bool)[self._codes]
-
-
-def numbers(cells: Sequence[str]) -> NDArray[np.float64]:
-    """Texts as numbers; NaN where one is blank, unreadable, or so far from 0 or so near to it that
-    it is nothing's number."""
-    values = np.array(each(cells, _number), dtype=np.float64)
-    size = np.abs(values)
-    return np.where((values == 0) | ((size >= door.LEAST) & (size <= door.MOST)), values, np.nan)
-
-
-def measured(cells: Sequence[str]) -> NDArray[np.float64]:
-    """NaN where nobody can have measured that."""
-    values = numbers(cells)
-    return np.where(values > 0, values, np.nan)
-
-
-def impossible(table: RowTable) -> list[str]:
-    """Measured values that are none, as 'row: column value': used for nothing, worth a word."""
-    return [
-        f"{table.column('row_id')[i] or f'row {i + 1}'}: {name} {shorten(cells[i])}"
-        for name in MEASURED
-        for cells in [table.column(name)]
-        for i in np.flatnonzero(np.isnan(measured(cells)))
-        if (value := _number(cells[i])) == value
-    ]
-
-
-def _number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return float("nan")
-
-
-# A count above this is a typing error, not a run.
-LARGEST = 1e9
-MEASURED = ("step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs")
-
-
-@dataclass(slots=True)
-class Draft:
-    """Facts under construction, with what was assumed or is wrong per row."""
-
-    table: RowTable
-    facts: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    bad: dict[int, str] = field(default_factory=dict)
-    assumed: dict[int, list[str]] = field(default_factory=dict)
-
-    def refuse(self, where: NDArray[np.bool_], why: str) -> None:
-        for i in np.flatnonzero(where):
-            self.bad.setdefault(int(i), why)
-
-    def assume(self, where: NDArray[np.bool_], what: str) -> None:
-        for i in np.flatnonzero(where):
-            self.assumed.setdefault(int(i), []).append(what)
-
-    def fill(
-        self, name: str, column: str, default: NDArray[np.float64] | float, what: str
-    ) -> NDArray[np.float64]:
-        """A count from a column; blank takes the default and says so, unreadable refuses."""
-        cells = self.table.column(column)
-        values = numbers(cells)
-        blank = np.array(each(cells, lambda cell: not cell.strip()), dtype=bool)
-        self.refuse(np.isnan(values) & ~blank, f"{column} is not {door.POSSIBLE}")
-        if what:
-            self.assume(blank, f"{column} {what}")
-        self.facts[name] = np.where(np.isnan(values), default, values)
-        return self.facts[name]
-
-    def need(self, name: str, column: str) -> NDArray[np.float64]:
-        cells = self.table.column(column)
-        values = numbers(cells)
-        wrong = np.isnan(values) | (values < 1) | (values > LARGEST) | (values % 1 != 0)
-        self.refuse(wrong, f"{column} must be a whole number of at least 1")
-        self.facts[name] = np.where(wrong, 1.0, values)
-        return self.facts[name]
