@@ -55,6 +55,9 @@ def test_a_note_states_settings() -> None:
     assert (words.head_size, words.net_bytes_per_s) == (128, 25e9)
     assert NoteWords("net 8 x 400 Gb/s IB per node").net_bytes_per_s_of_node == 400e9
     assert NoteWords("AWS P4d: 400 Gb/s EFA per node").net_bytes_per_s_of_node == 50e9
+    assert NoteWords("TCP sockets, about 6 GB/s per node").net_bytes_per_s_of_node == 6e9
+    assert NoteWords("8 x 12.5 GB/s IB per node").net_bytes_per_s_of_node == 100e9
+    assert NoteWords("NVLink of 450 GB/s per GPU, 50 GB/s IB per GPU").net_bytes_per_s == 50e9
     assert NoteWords("HSDP: shard 64, replicate 16").shard_group == 64
     assert NoteWords("torch.compile + AsyncTP").async_tp is True
     assert NoteWords("eager; vanilla TP").async_tp is False
@@ -225,6 +228,15 @@ def test_an_unstated_network_is_in_the_interval_until_it_is_stated() -> None:
     assert one_host == ""
     assert many.startswith("network not stated: stating it would narrow -")
     assert many in StepInterval(c, entry, times).why_wide()[1]
+
+
+def test_a_network_stated_in_bytes_makes_a_run_between_nodes_as_slow_as_it_is() -> None:
+    cells = {"n_gpus": "16", "dp": "16", "tp": "1", "pp": "1", "cp": "1", "sharding": "zero3",
+             "cluster": "elsewhere"}  # fmt: skip
+    told = changed("mpt", **cells, note="about 6 GB/s per node").columns
+    assert (told.net[0], told.net_open[0]) == (pytest.approx(6e9), 0)
+    usual = estimate(changed("mpt", **cells).columns, defaults()).step_s[0]
+    assert estimate(told, defaults()).step_s[0] > 2 * usual
 
 
 def test_a_stated_network_is_believed_whatever_the_cluster() -> None:

@@ -27,7 +27,7 @@ _GROUP = re.compile(
     r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b|ZeRO-3 over (\d+) GPUs|\bshard (\d+), replicate"
 )
 _HEAD = re.compile(r"\bhead size (\d+)")
-_NETWORK = re.compile(r"\b(?:(\d+) x )?(\d+) Gb/s\b[^;,.]*? per (GPU|node)")
+_NETWORK = re.compile(r"\b(?:(\d+) x )?(\d+(?:\.\d+)?) G(b|B)/s\b[^;,.]*? per (GPU|node)")
 _RECIPE = re.compile(r"recipe ([a-z0-9-]+)")
 
 
@@ -42,9 +42,12 @@ class NoteWords:
 
         group, recipe = _GROUP.search(note), _RECIPE.search(note)
         name = recipe[1] if recipe else ""
-        head, network = _HEAD.search(note), _NETWORK.search(note)
-        rate = int(network[1] or 1) * int(network[2]) / 8e-9 if network else 0.0
-        per_node = network is not None and network[3] == "node"
+        head = _HEAD.search(note)
+        clauses = (clause for clause in re.split("[;,]", note) if "NVLink" not in clause)
+        network = next(filter(None, map(_NETWORK.search, clauses)), None)
+        rate = int(network[1] or 1) * float(network[2]) * 1e9 if network else 0.0
+        rate /= 8.0 if network and network[3] == "b" else 1.0
+        per_node = network is not None and network[4] == "node"
         self.flash1 = "flash_attentionv1" in note
         self.two_matrices = "MLP of two matrices" in note
         self.plain_norm = "kernel:" in note and "RMS kernel" not in note
