@@ -12,7 +12,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import USABLE
-from fourfold.errors import UserError
+from fourfold.errors import UserError, inside
 from fourfold.launch.permit import core_count, gpu_count, kind_of
 from fourfold.result.machine import gpu_name, host_memory_bytes
 from fourfold.result.profile import HardwareProfile, cluster_of
@@ -33,7 +33,9 @@ _HOST_SHARE = 0.8
 
 def read_profile(name: str) -> HardwareProfile:
     """A file, or a GPU whose profile comes with the package ('h200')."""
-    return profile_of(catalog.profile_text(name) or files.read_text(name, field="profile"))
+    text = catalog.profile_text(name) or files.read_text(name, field="profile")
+    with inside(name):
+        return profile_of(text)
 
 
 def known_cluster(cluster: str | Cluster, gpus: int = 0) -> Cluster:
