@@ -1,5 +1,6 @@
 """Rules of the house, read from the source: one home per closed set of words, no circle between
-files, files and functions of readable length, one class per name.
+files, files and functions of readable length, one class per name, private names of
+torch in one place.
 """
 
 from __future__ import annotations
@@ -246,3 +247,33 @@ def test_the_engine_is_sorted_into_folders() -> None:
 
 def test_every_module_says_what_it_holds() -> None:
     assert not questions(trees())
+
+
+# Attributes are seen by the linter (SLF); these it does not see.
+_HIDDEN = re.compile(
+    r"^ *(?:from torch\S*\._|import torch\S*\._|from torch\S* import [^#\n]*\b_[a-z]).*"
+    r"|[gs]etattr\((?!self\b)[^)\n]*[\"']_[a-z].*",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def engine_files() -> tuple[list[Path], list[Path]]:
+    """Files compat*, which say what private names of torch are for, and all others."""
+    compat = sorted((SOURCE / "engine").glob("compat*.py"))
+    return compat, sorted(path for path in (SOURCE / "engine").rglob("*.py") if path not in compat)
+
+
+def test_private_names_of_torch_stand_in_compat() -> None:
+    compat, others = engine_files()
+    for path in others:
+        assert not _HIDDEN.findall(path.read_text(encoding="utf-8")), path
+    assert all(_HIDDEN.search(path.read_text(encoding="utf-8")) for path in compat)
+
+
+def test_compat_holds_nothing_that_nobody_uses() -> None:
+    inside, others = (
+        "".join(path.read_text(encoding="utf-8") for path in paths) for paths in engine_files()
+    )
+    functions = [node for node in ast.parse(inside).body if isinstance(node, ast.FunctionDef)]
+    unused = [f.name for f in functions if f.name not in others and inside.count(f.name) < 2]
+    assert not unused

@@ -1,14 +1,18 @@
-"""The bench and diff commands with a runner in the launcher's place."""
+"""The bench and diff commands with a runner in the launcher's place; a benchmark on a GPU is
+compiled where nobody says otherwise, under a name of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
+from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import bench, sites
+from fourfold.verbs.bench import described
 from tests.cli import Cli
 
 RUN = ["bench", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "64", "--global-batch", "16"]
@@ -133,3 +137,36 @@ def test_engines_run_the_same_run_into_one_table(tmp_path, speed, cli) -> None:
     assert [line.split()[0] for line in table[2:]] == ["mine", "fourfold"]
     assert "2.000" in table[2]
     assert "1.000" in table[3]
+
+
+TABLE: dict[str, Any] = {"model": "llama-tiny", "gpus": 2}
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, gpus: int, **more: Any) -> RunSpec:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    return described(TABLE | more)
+
+
+def test_a_run_on_gpus_is_compiled_and_its_name_says_so(monkeypatch):
+    found = decided(monkeypatch, 2)
+    assert found.policy.compile
+    assert found.run_id == codec.load(RunSpec, TABLE | {"policy": {"compile": True}}).run_id
+    assert found.run_id != codec.load(RunSpec, TABLE).run_id
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        (1, {}),
+        (0, {}),
+        (2, {"device": "cpu"}),
+        (2, {"policy": {"compile": False}}),
+        (2, {"policy": {"schedule": "zero-bubble"}, "layout": "pp2"}),
+    ],
+)
+def test_elsewhere_it_stays_as_it_is(monkeypatch, gpus, more):
+    assert not decided(monkeypatch, gpus, **more).policy.compile
+
+
+def test_what_a_table_says_stands(monkeypatch):
+    assert decided(monkeypatch, 0, policy={"compile": True}).policy.compile

@@ -1,4 +1,4 @@
-"""The report and runs commands over a store of runs and over published tables."""
+"""The report, runs and lint commands over a store of runs and over published tables."""
 
 from __future__ import annotations
 
@@ -107,3 +107,21 @@ def test_one_run_is_shown_in_full(store: Path, cli: Cli) -> None:
 def test_no_results_is_a_bad_request(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "empty").mkdir()
     cli("report", "--runs", tmp_path / "empty", status=2)
+
+
+def test_a_clean_file_leaves_with_zero(cli: Cli) -> None:
+    assert "nothing found; 1 table, 188 rows checked" in cli("lint", GOLDEN / "par4d.csv")
+
+
+def test_ignored_rules_do_not_count(cli: Cli) -> None:
+    cli("lint", GOLDEN / "bloom.csv", status=1)
+    cli("lint", GOLDEN / "bloom.csv", "--ignore", "size-label")
+    assert "did you mean 'size-label'?" in cli(
+        "lint", GOLDEN / "bloom.csv", "--ignore", "size-lable", status=2
+    )
+
+
+@pytest.mark.parametrize("form", ["text", "md", "csv", "json"])
+def test_every_form_prints(form: str, cli: Cli) -> None:
+    cli("lint", "--rules", "--format", form)
+    assert "gpus-axes" in cli("lint", GOLDEN / "raw_samples.md", "--format", form, status=1)

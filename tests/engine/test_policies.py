@@ -1,4 +1,5 @@
-"""Policies do what they name: bytes, collectives and FLOPs as a ledger counts them."""
+"""Policies do what they name: bytes, collectives and FLOPs as a ledger counts them. No rank of
+tensor parallelism ever holds a tensor as wide as the vocabulary: all that a step makes are seen."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.cost.count.params import layer_matmul_params
+from fourfold.engine.jobs import dryrun
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.phases import mark_phases, watch
@@ -183,3 +185,38 @@ def test_a_plain_optimizer_makes_temporaries_where_a_fused_one_makes_none():
 
     largest = 4 * max(2 * HEAVY.ffn * HEAVY.hidden, HEAVY.vocab * HEAVY.hidden)
     assert largest <= updating("adamw-plain") - updating("adamw") <= 3 * largest
+
+
+# A prime: no other size of the model is a multiple of it, and the two ranks' parts differ.
+_VOCAB, _PARTS = 521, (261, 260)
+
+
+def recorder(shapes: set[tuple[int, ...]]) -> type[Ledger]:
+    """A ledger that also keeps the shapes of all it sees, views too."""
+
+    class Recorder(Ledger):
+        def see(self, tensor, op="given"):
+            shapes.add(tuple(tensor.shape))
+            super().see(tensor, op)
+
+    return Recorder
+
+
+@pytest.mark.parametrize(
+    ("tied", "sequence_parallel"),
+    [(True, True), (False, False)]
+    + [pytest.param(*one, marks=pytest.mark.slow) for one in ((True, False), (False, True))],
+)
+def test_no_rank_holds_the_whole_vocabulary(monkeypatch, tied, sequence_parallel):
+    model = replace(
+        shape("llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=_VOCAB), tied=tied
+    )
+    fields = {"seq_len": 16, "global_batch": 2, "precision": "fp32", "sharding": "zero1"}
+    spec = run_spec(model, "tp2", sequence_parallel=sequence_parallel, **fields)
+    for rank, part in enumerate(_PARTS):
+        shapes: set[tuple[int, ...]] = set()
+        monkeypatch.setattr(dryrun, "Ledger", recorder(shapes))
+        dryrun.count_rank(spec, rank)
+        assert (16, part) in shapes, "its own logits must have been seen"
+        assert (part, 32) in shapes, "and its rows of the table"
+        assert not [one for one in shapes if _VOCAB in one or 16 * _VOCAB in one]
