@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,34 +17,13 @@ from fourfold.commands.serve import candidates
 from fourfold.spec import catalog
 
 SOURCE = Path(__file__).parents[2] / "src"
+CASES = tomllib.loads(Path(__file__).with_name("completed.toml").read_text())
 MPT = ["mpt-760m", "mpt-7b", "mpt-70b"]
-CASES = [
-    (["fl"], ["flops"]),
-    (["flops", "--mod"], ["--model"]),
-    (["flops", "--model", "llama-3.2"], ["llama-3.2-1b", "llama-3.2-3b", "llama-3.2-1b-untied",
-                                         "llama-3.2-3b-untied"]),
-    (["flops", "--model=mpt-7"], ["--model=mpt-760m", "--model=mpt-7b", "--model=mpt-70b"]),
-    (["flops", "--format", "="], ["text", "md", "csv", "json"]),
-    (["flops", "--format", "=", "j"], ["json"]),
-    (["flops", "--gpu", "h2"], ["h200"]),
-    (["flops", "--precision", "bf16-"], ["bf16-pure", "bf16-mixed"]),
-    (["flops", "--sharding", ""], ["zero0", "zero1", "zero2", "zero3"]),
-    (["models", "bloom-1"], ["bloom-176b"]),
-    (["models", "mpt-7b", ""], []),
-    (["clusters", "je"], ["jean-zay"]),
-    (["clusters", "--format", "json", "n"], ["nvidia-b200", "nvidia-gb200", "nvidia-gb300",
-                                             "nvidia-h100", "new"]),
-    (["clusters", "new", "--out", ""], []),
-    (["completion", ""], ["bash", "zsh", "fish"]),
-    (["completion", "--c"], []),
-    (["nonsense", ""], []),
-    (["help", "mod"], ["models"]),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "expected"), CASES)
+@pytest.mark.parametrize(("words", "expected"), CASES.items())
 def test_candidates(words, expected):
-    assert candidates(words) == expected
+    assert candidates(shlex.split(words)) == expected
 
 
 def test_all_commands_and_all_of_their_flags_complete():

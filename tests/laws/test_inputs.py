@@ -13,6 +13,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from random import Random
 
@@ -53,32 +54,18 @@ FILES |= {
     "profile.json": codec.to_json(make()),
 }
 FILES["sweep.toml"] = FILES["spec.toml"] + "[sweep]\ntp = [1, 2]\nmicro_batch = [1, 2]\n"
-NEW = "clusters new --name x --gpu h100-80gb --hosts 2"
-SMALL = "plan --model llama-tiny --gpus 2 --seq-len 64 --global-batch 8"
-PRICED = f"{SMALL} --gpu h100-80gb --calibration ./calibration.json"
-# How each file reaches a command.
-LINES = {
-    "config.json": ["models ./config.json", "flops --model ./config.json --seq-len 64"],
-    "gpt2.json": ["models ./gpt2.json --tp 2 --format json"],
-    "model.toml": ["models ./model.toml", "models ./model.toml --pp 2"],
-    "gpu.toml": [
-        "clusters --gpu ./gpu.toml",
-        "flops --model mpt-7b --seq-len 64 --tokens-per-s 9 --gpu ./gpu.toml --format json",
-    ],
-    "cluster.toml": ["clusters ./cluster.toml", "clusters ./cluster.toml --format json"],
-    "topo.txt": [f"{NEW} --nic-rate 400Gbit/s --topo topo.txt"],
-    "nccl.log": [f"{NEW} --network 1GB/s --nccl-tests nccl.log"],
-    "rows.csv": [
-        "lint ./rows.csv", "report ./rows.csv --style mpt", "predict ./rows.csv --out /dev/null",
-        "score ./rows.csv", "fit ./rows.csv --suggest 2",
-    ],
-    "table.md": ["lint table.md --format json", "report table.md"],
-    "calibration.json": [PRICED, f"{PRICED} --format json"],
-    "profile.json": [f"{SMALL} --precision fp32 --profile ./profile.json --format json"],
-    "spec.toml": ["plan --spec ./spec.toml --gpu h100-80gb"],
-    "sweep.toml": ["sweep ./sweep.toml --dry-run", "sweep ./sweep.toml --dry-run --format json"],
-}  # fmt: skip
-READERS = {file: [line.split() for line in lines] for file, lines in LINES.items()}
+TABLE = tomllib.loads(Path(__file__).with_name("inputs.toml").read_text())
+LINES = TABLE.pop("lines")
+
+
+def words_of(line: str) -> list[str]:
+    """With the beginnings that the table names."""
+    for name in ("PRICED", "SMALL", "NEW"):
+        line = line.replace(name, TABLE[name])
+    return line.split()
+
+
+READERS = {file: [words_of(line) for line in lines] for file, lines in LINES.items()}
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
