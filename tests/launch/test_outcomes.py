@@ -258,3 +258,33 @@ def test_missing_torch_says_what_to_install(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(local.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install torch"):
         local.run_job(Job(job="calibrate"), tmp_path)
+
+
+_SEGFAULT = """rank 1 was killed by signal 11 (SIGSEGV)
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f2c (most recent call first):
+  File "health.py", line 170 in fail
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 24)"""
+_TORCHRUN = """exited with code 1 on node2 (ranks 4-7)
+[rank5]: Traceback (most recent call last):
+[rank5]:   File "train.py", line 9, in <module>
+[rank5]:     main()
+[rank5]: RuntimeError: NCCL error: remote process exited
+Traceback (most recent call last):
+  File "torchrun", line 7, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================"""
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (_SEGFAULT, "rank 1 was killed by signal 11 (SIGSEGV)"),
+        (_TORCHRUN, "RuntimeError: NCCL error: remote process exited"),
+        ("ValueError: odd\nloss 3.1\nloss 3.0", "ValueError: odd"),
+        ("", ""),
+    ],
+)
+def test_a_failure_in_one_line_is_its_exception_or_its_first_line(message: str, said: str) -> None:
+    assert Failure(rank=1, stage=0, phase="train", message=message).said == said

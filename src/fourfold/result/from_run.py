@@ -153,9 +153,6 @@ def _said(prediction: Prediction | None) -> dict[str, Any]:
 
 
 def _failure(failure: Failure) -> str:
-    lines = failure.message.strip().split("\n")
-    # Of a traceback the last line says what happened; of words the first one does.
-    is_trace = any(line.lstrip().startswith(("Traceback", "File ")) for line in lines)
-    first = _MODULE.sub("", (lines[-1] if is_trace else lines[0]).strip())[:160]
+    first = _MODULE.sub("", failure.said)[:160]
     where = f"rank {failure.rank}" if failure.rank >= 0 else ""
     return ", ".join(part for part in (where, failure.phase, first) if part)

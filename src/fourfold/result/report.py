@@ -4,6 +4,7 @@ facts: MFU and the like are computed when it is read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -128,6 +129,14 @@ class ExpertLoad:
     dropped: float = 0.0
 
 
+# What follows the indented lines of a traceback; launchers put the rank before each line.
+_EXCEPTION = re.compile(
+    r"^(?:\[\w+\]: ?)?Traceback \(most recent call last\):\n"
+    r"(?:(?:\[\w+\]: ?)?  .*\n)+(?:\[\w+\]: ?)?(\S.*)",
+    re.MULTILINE,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Who failed first, where it stood and what it said; rank -1 when nobody could tell."""
@@ -136,6 +145,12 @@ class Failure:
     stage: int
     phase: str
     message: str
+
+    @property
+    def said(self) -> str:
+        """In one line: the exception of the first traceback in it, else its first line."""
+        found = _EXCEPTION.search(self.message)
+        return found.group(1) if found else self.message.strip().partition("\n")[0]
 
     @property
     def who(self) -> str:

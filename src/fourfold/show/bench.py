@@ -69,7 +69,7 @@ def _rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
     if "failure" in plain:
         failure = Failure(**plain["failure"])
         # The largest tensors have a table of their own.
-        words = failure.message.strip().split("\n")[-1].partition("; largest:")[0]
+        words = failure.said.partition("; largest:")[0]
         lines.append(["failed at", failure.who, words[:240]])
     return lines
 

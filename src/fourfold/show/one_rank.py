@@ -209,7 +209,7 @@ def floor_page(floor: Plain) -> list[Part]:
 
 def _failed(one: OneRank, plain: Plain) -> list[Part]:
     failure = one.report.failure
-    words = failure.message.splitlines()[0] if failure and failure.message else "cause unknown"
+    words = failure.said if failure and failure.message else "cause unknown"
     return [
         "",
         f"{name_of(one.spec)}: {one.report.outcome}: {words}",

@@ -17,6 +17,7 @@ from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import ENGINES
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
@@ -116,8 +117,7 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
     asked = replace(spec, policy=replace(spec.policy, recompute="none"))
     calibration = calibrations.shipped()
     engine = found.value("engine", "fourfold")
-    name = engine if engine in ("torchtitan", "megatron", "nanotron", "deepspeed") else "fourfold"
-    stack = match_stack(name, cluster, calibration)
+    stack = match_stack(engine if engine in ENGINES else "fourfold", cluster, calibration)
     entry, _ = entry_for(calibration, stack, cluster)
     room = memory(columns_of([asked], cluster=cluster, stack=stack), entry.coefficients)
     return float(room.worst_bytes[0]), float(cluster.device.memory_bytes)

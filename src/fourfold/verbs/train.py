@@ -173,8 +173,7 @@ def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict
         if isinstance(answer, dict) and answer["stopped"]:
             return {"outcome": "stopped", "note": "on request; run the same command to continue"}
         return {"outcome": report.outcome}
-    first_line = failure.message.partition("\n")[0]
-    on_event(Event(f"{report.outcome}: {failure.who}: {first_line}"))
+    on_event(Event(f"{report.outcome}: {failure.who}: {failure.said}"))
     on_event(Event(f"logs of the ranks: {folder.job}"))
     return {"outcome": report.outcome, "failure": codec.encode(failure)}
 
