@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 from fourfold.cost.stacks import EngineRules
@@ -93,6 +93,21 @@ def choice(c: RuleCase, field: str, value: object, allowed: tuple[object, ...]) 
     words = ", ".join(str(item) for item in allowed)
     hint = f"use {words}" if words else "omit it"
     return field, value, f"is not supported by {c.stack.name}", hint
+
+
+def divides(reason: str, axis: str, size: str, why: str = "") -> Rule:
+    """The ranks of an axis divide a size of the model, where it has that."""
+
+    def number(c: RuleCase) -> int:
+        has = c.model.moe is not None or not size.startswith("moe.")
+        return attrgetter(size)(c.model) if has else 0
+
+    def words(c: RuleCase) -> Words:
+        ranks, whole = getattr(c, axis), number(c)
+        hint = f"use {axis} {few(divisors(whole), ranks)}"
+        return f"layout.{axis}", ranks, f"must divide {size}={whole}{why}", hint
+
+    return Rule(reason, lambda c: number(c) % getattr(c, axis) != 0, words)
 
 
 def divisors(number: int) -> list[int]:

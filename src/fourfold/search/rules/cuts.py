@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fourfold.cost.count.params import end_layers, passing_unit
-from fourfold.search.rules.case import ULYSSES, Rule, RuleCase, Truth, Whole, Words, divisors, few
+from fourfold.search.rules.case import (
+    ULYSSES,
+    Rule,
+    RuleCase,
+    Truth,
+    Whole,
+    Words,
+    divides,
+    divisors,
+    few,
+)
 from fourfold.units import counted
 
 
@@ -23,11 +33,6 @@ def _positions_words(c: RuleCase) -> Words:
     rows = c.model.positions.length
     rule = f"exceeds the model's {rows} learned positions"
     return "batch.seq_len", c.seq_len, rule, f"use at most {rows}, or a model with rope or alibi"
-
-
-def _heads_words(c: RuleCase) -> Words:
-    heads = c.model.heads
-    return "layout.tp", c.tp, f"must divide heads={heads}", f"use tp {few(divisors(heads), c.tp)}"
 
 
 def _kv_heads(c: RuleCase) -> Truth:
@@ -166,7 +171,7 @@ def _plain_dp_words(c: RuleCase) -> Words:
 
 RULES = (
     Rule("positions", _positions, _positions_words),
-    Rule("heads", lambda c: c.model.heads % c.tp != 0, _heads_words),
+    divides("heads", "tp", "heads"),
     Rule("kv-heads", _kv_heads, _kv_heads_words),
     Rule("ffn", lambda c: c.model.ffn % c.tp != 0, _ffn_words),
     Rule("ulysses-heads", _ulysses_heads, _ulysses_heads_words),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from fourfold.search.rules.case import Rule, RuleCase, Truth, Words, choice, divisors, few
+from fourfold.search.rules.case import (
+    Rule,
+    RuleCase,
+    Truth,
+    Words,
+    choice,
+    divides,
+    divisors,
+    few,
+)
 from fourfold.spec.words import MOE_RECOMPUTE, RECOMPUTE_KINDS
 
 _OF_EXPERTS = {
@@ -24,19 +33,6 @@ def _expert_ranks_words(c: RuleCase) -> Words:
     rule += " and of one replica" if c.replicate > 1 else ""
     legal = [size for size in divisors(ranks) if ranks % (size * c.etp) == 0] or [1]
     return "layout.ep", c.ep, rule, f"use ep {few(legal, c.ep)}"
-
-
-def _experts_words(c: RuleCase) -> Words:
-    experts = c.model.experts
-    rule = f"must divide experts={experts}"
-    return "layout.ep", c.ep, rule, f"use ep {few(divisors(experts), c.ep)}"
-
-
-def _expert_width_words(c: RuleCase) -> Words:
-    assert c.model.moe is not None
-    ffn = c.model.moe.ffn
-    hint = f"use etp {few(divisors(ffn), c.etp)}"
-    return "layout.etp", c.etp, f"must divide moe.ffn={ffn}, an expert's width", hint
 
 
 def _idle_choices(c: RuleCase) -> dict[str, object]:
@@ -70,18 +66,6 @@ def _moe_tp(c: RuleCase) -> Truth:
 def _moe_tp_words(c: RuleCase) -> Words:
     rule = "must be true with experts and tensor parallelism: every rank routes its own tokens"
     return "policy.sequence_parallel", False, rule, "use sequence_parallel = true, or tp = 1"
-
-
-def _shared_width(c: RuleCase) -> Truth:
-    moe = c.model.moe
-    return False if moe is None else moe.shared_ffn % c.tp != 0
-
-
-def _shared_width_words(c: RuleCase) -> Words:
-    assert c.model.moe is not None
-    wide = c.model.moe.shared_ffn
-    rule = f"must divide moe.shared_ffn={wide}"
-    return "layout.tp", c.tp, rule, f"use tp {few(divisors(wide), c.tp)}"
 
 
 def _expert_tp(c: RuleCase) -> Truth:
@@ -119,19 +103,11 @@ def _dispatcher_words(c: RuleCase) -> Words:
 
 RULES = (
     Rule("expert-dense", _expert_dense, _expert_dense_words),
-    Rule(
-        "experts",
-        lambda c: (c.model.moe is not None) & (max(1, c.model.experts) % c.ep != 0),
-        _experts_words,
-    ),
+    divides("experts", "ep", "experts"),
     Rule("expert-ranks", _expert_ranks, _expert_ranks_words),
-    Rule(
-        "expert-width",
-        lambda c: False if c.model.moe is None else c.model.moe.ffn % c.etp != 0,
-        _expert_width_words,
-    ),
+    divides("expert-width", "etp", "moe.ffn", ", an expert's width"),
     Rule("expert-tp", _expert_tp, _expert_tp_words),
-    Rule("shared-width", _shared_width, _shared_width_words),
+    divides("shared-width", "tp", "moe.shared_ffn"),
     Rule("moe-tp", _moe_tp, _moe_tp_words),
     Rule("dispatcher", _dispatcher, _dispatcher_words),
 )
