@@ -206,6 +206,11 @@ def has_experts(stack: str) -> bool:
     return stack.endswith(_EXPERTS)
 
 
+def place_of(stack: str, cluster: str) -> str:
+    """Where what runs of this stack taught is kept: by cluster, or by site."""
+    return site_of(cluster) if has_experts(stack) else cluster
+
+
 def without_experts(stack: str) -> str:
     return stack.removesuffix(_EXPERTS)
 

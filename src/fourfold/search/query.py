@@ -13,13 +13,7 @@ from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
-from fourfold.cost.stacks import (
-    has_experts,
-    site_of,
-    stack_defaults,
-    stack_rules,
-    with_experts,
-)
+from fourfold.cost.stacks import place_of, stack_defaults, stack_rules, with_experts
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
@@ -175,8 +169,8 @@ def entry_for(
     model with `experts` or of others."""
     stack = with_experts(stack) if experts else stack
     like = twin(calibration, stack, cluster) or cluster.name
-    place = site_of(like) if has_experts(stack) else like
-    entry, why = calibration.entry(stack, place, generation_of(cluster.device))
+    generation = generation_of(cluster.device)
+    entry, why = calibration.entry(stack, place_of(stack, like), generation)
     if like != cluster.name and not why:
         entry = replace(entry, basis="near")
     own = gpu_entry(stack, cluster.device.id) if why else None
@@ -199,10 +193,9 @@ def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
     """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
     were measured; '' where there is none, or runs of this very cluster are known."""
     measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
-    place = site_of if has_experts(stack) else str
-    alike = () if place(cluster.name) in measured else _alike(cluster)
-    known = [name for name in alike if measured.get(place(name))]
-    return max(known, key=lambda name: measured[place(name)], default="")
+    alike = () if place_of(stack, cluster.name) in measured else _alike(cluster)
+    rows = {name: measured.get(place_of(stack, name), 0) for name in alike}
+    return max(filter(rows.get, rows), key=lambda name: rows[name], default="")
 
 
 @functools.cache
