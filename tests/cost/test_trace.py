@@ -238,7 +238,8 @@ def test_a_crossover_is_where_the_two_cost_the_same() -> None:
     length = pair.crossover_tokens[0]
     around = np.array([length / 1.001, length * 1.001])
     first, second = (
-        advice._parts(kind, question, cluster, around).total_s for kind in (pair.first, pair.second)
+        advice._numbers(kind, question, cluster, around)["total_s"]
+        for kind in (pair.first, pair.second)
     )
     assert first[0] < second[0]
     assert first[1] >= second[1]

@@ -85,7 +85,7 @@ def layer_rates(shapes: Sequence[LayerShape], kernels: Kernels) -> Floats:
     """FLOP/s of one rank in the compute of one layer, both ways."""
     c = kernels.columns(shapes)
     times = layer_times(c, kernels.coefficients, micro=c.micro)
-    seconds = times.gemm + times.attention + times.elementwise
+    seconds = sum(times.parts[name] for name in ("gemm", "attention", "elementwise"))
     tokens = c.micro * c.seq
     return tokens * (6.0 * c.layer_weights + 12.0 * c.width * c.reach) / c.tp / seconds
 

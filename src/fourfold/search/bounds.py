@@ -186,24 +186,18 @@ class Pipes:
         kind = np.searchsorted(self.kinds, points["recompute"])
         first = self.layouts[pipe] * len(self.sizes)
 
-        def stages(size: Ints) -> StageTimes:
+        def stages(size: Floats) -> StageTimes:
             place = (first + np.searchsorted(self.sizes, size)) * len(self.kinds) + kind
             layer = self.layer_s.take(place)
             if move is not None:
                 overlapped = overlapped_s(c, coef, busy=self.busy_s.take(place), move=move)
                 layer = np.maximum(layer, overlapped)
             ends = self.head_s.take(place), self.embed_s.take(place)
-            sent = ops_s(handover(c, size.astype(np.float64)), rates_of(c, coef))
+            sent = ops_s(handover(c, size), rates_of(c, coef))
             return stage_times(c, layer, *ends, sent)
 
-        whole, micro = stages(points["micro_batch"]), points["micro_batch"]
-        slots = count = np.floor(c.share / c.micro)
-        rest = -(-self.query.batch.global_batch // points["shard"]) % micro
-        if rest.any():
-            other = stages(np.where(rest > 0, rest, self.sizes[0]))
-            slots = count + np.where(rest > 0, other.slowest(c) / whole.slowest(c), 0.0)
-        took = pipe_s(c, coef, whole, slots)
-        waits, jitter = waiting_s(c, coef, work=took, slots=count)
+        _, took = pipe_s(c, coef, stages(c.micro), stages)
+        waits, jitter = waiting_s(c, coef, work=took, slots=np.floor(c.share / c.micro))
         return took + waits + jitter + fixed_s(c, coef)
 
 
@@ -227,7 +221,7 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
     micro = sizes[:, None].astype(np.float64)
     layer = layer_times(c, query.entry.coefficients, micro=micro)
     head, embed, _ = ends_s(c, query.entry.coefficients, micro)
-    every = (layer.total, layer.total - layer.host, head, embed)
+    every = (layer.total, layer.total - layer.parts["host"], head, embed)
     shape = (len(first), len(sizes), len(kinds))
     total, busy, head, embed = (np.ascontiguousarray(np.broadcast_to(one, shape)) for one in every)
     return Pipes(

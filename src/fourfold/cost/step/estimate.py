@@ -35,15 +35,7 @@ _ZERO: Floats = np.zeros(())
 class LayerTimes:
     """Seconds of one layer and one micro batch; `total` is what the parts become together."""
 
-    gemm: Floats
-    attention: Floats
-    elementwise: Floats
-    recompute: Floats
-    tp_comm: Floats
-    cp_comm: Floats
-    ep_comm: Floats
-    fsdp_comm: Floats
-    host: Floats
+    parts: dict[str, Floats]
     total: Floats
     launch_ratio: Floats  # the host's time to launch it against the device's to run it
 
@@ -117,13 +109,8 @@ def layer_times(
     move, launch = alone.pop("fsdp_comm"), alone.pop("host")
     busy = sum(alone.values(), _ZERO)
     gathered, total = rates.together(busy, move, launch)
-    return LayerTimes(
-        **alone,
-        fsdp_comm=gathered - busy,
-        host=total - gathered,
-        total=total,
-        launch_ratio=launch / gathered,
-    )
+    parts = alone | {"fsdp_comm": gathered - busy, "host": total - gathered}
+    return LayerTimes(parts, total, launch / gathered)
 
 
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "ep_comm",
@@ -150,28 +137,31 @@ class Times:
 
 def estimate(c: Columns, coef: Coefficients, ops: StepOps = STEP) -> Times:
     """Closed-form step time of every run, or of other operations in place of those of its ranks."""
-    whole = np.floor(c.share / c.micro)
-    rest = c.share - whole * c.micro
     layer = layer_times(c, coef, micro=c.micro, layer=ops.layer)
     head, embed, handover = ends_s(c, coef, c.micro, ops)
-    stages = stage_times(c, layer.total, head, embed, handover)
-    slots = whole
-    if np.any(rest > 1e-9):
-        # A smaller last micro batch (48 = 11+11+11+11+4) is priced by its own shapes.
-        small = np.maximum(rest, 1e-6)
-        one = layer_times(c, coef, micro=small, layer=ops.layer).total
-        other = stage_times(c, one, *ends_s(c, coef, small, ops))
-        slots = whole + np.where(rest > 1e-9, other.slowest(c) / stages.slowest(c), 0.0)
-    parts = {name: slots * (c.layers / c.pp) * getattr(layer, name) for name in LAYER_PARTS}
+
+    def rest(micro: Floats) -> StageTimes:
+        one = layer_times(c, coef, micro=micro, layer=ops.layer).total
+        return stage_times(c, one, *ends_s(c, coef, micro, ops))
+
+    slots, pipe = pipe_s(c, coef, stage_times(c, layer.total, head, embed, handover), rest)
+    parts = {name: slots * (c.layers / c.pp) * layer.parts[name] for name in LAYER_PARTS}
     parts |= {"head": slots * (head + embed) / c.pp, "pp_comm": slots * handover}
-    pipe = pipe_s(c, coef, stages, slots)
     return _whole_step(c, coef, layer, pipe=pipe, slots=slots, parts=parts, once=ops.once(c))
 
 
-def pipe_s(c: Columns, coef: Coefficients, stages: StageTimes, slots: Floats) -> Floats:
-    """Of all micro batches through all stages."""
+def pipe_s(
+    c: Columns, coef: Coefficients, stages: StageTimes, of_rest: Callable[[Floats], StageTimes]
+) -> tuple[Floats, Floats]:
+    """(micro batches, seconds of all of them through all stages). A smaller last one (48 =
+    11+11+11+11+4) is priced by its own shapes, `of_rest`, and counts as a share of the others."""
+    slots = np.floor(c.share / c.micro)
+    rest = c.share - slots * c.micro
+    if np.any(rest > 1e-9):
+        share = of_rest(np.maximum(rest, 1e-6)).slowest(c) / stages.slowest(c)
+        slots = slots + np.where(rest > 1e-9, share, 0.0)
     work = slots * stages.total / c.pp
-    return rates_of(c, coef).pipeline(pipeline_s(c, stages, slots), work)
+    return slots, rates_of(c, coef).pipeline(pipeline_s(c, stages, slots), work)
 
 
 def ends_s(

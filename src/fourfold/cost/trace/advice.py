@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from fourfold.cost.columns import Floats, columns
 from fourfold.cost.fit import coefficients
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import device_facts, fabric_facts
-from fourfold.cost.step.estimate import part_of
-from fourfold.cost.step.rates import Rates
+from fourfold.cost.step.estimate import layer_times
 from fourfold.cost.trace.steps import CP_KINDS, Ask
 from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
 from fourfold.errors import UserError
@@ -24,18 +23,6 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES
 
 SHORTEST, LONGEST = 2**10, 2**26
-
-
-class Parts(NamedTuple):
-    """Seconds by length: kernels, and messages waited for; bytes that a rank sends."""
-
-    attention_s: Floats
-    exposed_s: Floats
-    sent_bytes: Floats
-
-    @property
-    def total_s(self) -> Floats:
-        return self.attention_s + self.exposed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +66,12 @@ def advise(ask: Ask, cluster: Cluster) -> KindAdvice:
     peaks, refused = _peaks(ask, cluster)
     lengths = np.unique(np.round(np.geomspace(max(SHORTEST, 2 * ask.ranks), LONGEST, 400)))
     scanned: dict[str, Floats] = {
-        k: _parts(k, ask, cluster, lengths).total_s for k in CP_KINDS if k not in refused
+        k: _numbers(k, ask, cluster, lengths)["total_s"] for k in CP_KINDS if k not in refused
     }
     choices = tuple(
         KindTimes(kind=kind, refused=refused[kind])
         if kind in refused
-        else _choice(kind, ask, cluster, peaks[kind])
+        else KindTimes(kind=kind, peak_bytes=peaks[kind], **_at_asked(kind, ask, cluster))
         for kind in CP_KINDS
     )
     taken = sorted((choice for choice in choices if not choice.refused), key=lambda c: c.total_s)
@@ -117,12 +104,9 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
     return peaks, refused
 
 
-def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> KindTimes:
-    parts = _parts(kind, ask, cluster, np.array([float(ask.tokens)]))
-    numbers: dict[str, Any] = {
-        name: float(getattr(parts, name)[0]) for name in (*Parts._fields, "total_s")
-    }
-    return KindTimes(kind=kind, peak_bytes=peak_bytes, **numbers)
+def _at_asked(kind: str, ask: Ask, cluster: Cluster) -> dict[str, Any]:
+    numbers = _numbers(kind, ask, cluster, np.array([float(ask.tokens)]))
+    return {name: float(column[0]) for name, column in numbers.items()}
 
 
 def _reason(taken: list[KindTimes]) -> str:
@@ -156,7 +140,8 @@ def _zero(lengths: Floats, gap: Floats, i: int) -> int:
     return int(np.ceil(lengths[i] * (lengths[i + 1] / lengths[i]) ** share))
 
 
-def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+def _numbers(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> dict[str, Floats]:
+    """Of each length, by names of KindTimes: kernels, messages waited for, bytes of a rank."""
     facts = device_facts(cluster.device, ask.dtype) | fabric_facts(
         cluster.device, cluster, float(cluster.host_gpus)
     )
@@ -167,10 +152,12 @@ def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
         cp_kind=words.CP_KINDS.index(kind), act_bytes=DTYPE_BYTES[ask.dtype],
         **facts,
     )  # fmt: skip
-    rates, ops = Rates(c, coefficients.defaults()), list(decoder_layer(c, c.micro))
-    seconds = {
-        part: sum((rates.seconds(op) for op in ops if part_of(op) == part), np.zeros(len(c)))
-        for part in ("attention", "cp_comm")
+    parts = layer_times(c, coefficients.defaults(), micro=c.micro).parts
+    keys = [op for op in decoder_layer(c, c.micro) if op.axis == "cp"]
+    whole = sum((op.halves * op.bytes for op in keys), np.zeros(len(c)))
+    return {
+        "total_s": parts["attention"] + parts["cp_comm"],
+        "attention_s": parts["attention"],
+        "exposed_s": parts["cp_comm"],
+        "sent_bytes": whole * (c.cp - 1.0) / c.cp,
     }
-    whole = sum((op.halves * op.bytes for op in ops if op.axis == "cp"), np.zeros(len(c)))
-    return Parts(seconds["attention"], seconds["cp_comm"], whole * (c.cp - 1.0) / c.cp)

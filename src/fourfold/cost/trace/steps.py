@@ -196,33 +196,34 @@ def check_ulysses(heads: int, ranks: int) -> None:
     )
 
 
+def _alike(layout: Layout, name: str, fact: Callable[[int], object]) -> AxisGroups:
+    """Ranks of which the same is true."""
+    members: dict[object, list[int]] = {}
+    for rank in range(layout.world):
+        members.setdefault(fact(rank), []).append(rank)
+    return AxisGroups(name, tuple(map(tuple, members.values())))
+
+
 def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> AxisGroups:
     """Groups that differ only on `axes`: ('dp', 'cp') shard the same weights."""
-    members: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world):
-        place = layout.coordinates(rank)
-        key = tuple(size for axis, size in place.items() if axis not in axes)
-        members.setdefault(key, []).append(rank)
-    return AxisGroups(name or "x".join(axes), tuple(tuple(ranks) for ranks in members.values()))
+
+    def others(rank: int) -> tuple[int, ...]:
+        return tuple(at for axis, at in layout.coordinates(rank).items() if axis not in axes)
+
+    return _alike(layout, name or "x".join(axes), others)
 
 
 def expert_axis_groups(layout: Layout) -> tuple[AxisGroups, ...]:
     """Ranks that exchange tokens of experts, that hold the same experts, and that hold parts of the
     same sequences."""
 
-    def alike(name: str, fact: Callable[[int], object]) -> AxisGroups:
-        members: dict[object, list[int]] = {}
-        for rank in range(layout.world):
-            members.setdefault(fact(rank), []).append(rank)
-        return AxisGroups(name, tuple(map(tuple, members.values())))
-
     def replica(rank: int) -> tuple[int, int]:
         place = layout.coordinates(rank)
         return place["pp"], place["dp"] // layout.shard
 
     return (
-        alike("ep", lambda rank: (replica(rank), layout.expert_place(rank)[0])),
-        alike("edp", lambda rank: (replica(rank)[0], layout.expert_place(rank)[1:])),
+        _alike(layout, "ep", lambda rank: (replica(rank), layout.expert_place(rank)[0])),
+        _alike(layout, "edp", lambda rank: (replica(rank)[0], layout.expert_place(rank)[1:])),
         axis_groups(layout, ("cp", "tp"), "sequence"),
     )
 
