@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from fourfold.errors import UserError
 
@@ -168,3 +169,14 @@ def counted(number: int, what: str) -> str:
     """A number of things: '1 rank', '2 ranks', '1,024 processes'."""
     ending = "" if number == 1 else "es" if what.endswith(("s", "ch")) else "s"
     return f"{number:,} {what}{ending}"
+
+
+def whole_units(values: Sequence[float], unit: float) -> list[int]:
+    """In whole units that add up to the rounded sum: the largest remainders are rounded up."""
+    exact = [value / unit for value in values]
+    units = [math.floor(value) for value in exact]
+    missing = round(sum(exact)) - sum(units)
+    by_rest = sorted(range(len(exact)), key=lambda i: units[i] - exact[i])
+    for i in by_rest[:missing]:
+        units[i] += 1
+    return units

@@ -15,13 +15,14 @@ from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.one_rank import joined, predicted
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.weights import weights
-from fourfold.cost.predict import operations, predictions, whole_units
+from fourfold.cost.predict import operations, predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import once_ops
 from fourfold.result.one_rank import OneRankResult, PhaseTime
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
+from fourfold.units import whole_units
 
 RUNS = [
     {"layout": "dp32 tp2"},

@@ -113,7 +113,7 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     micros = ranking.points["micro_batch"].tolist()
     specs = [
         run_spec(
-            one.model, ranking.layout(i), policy=ranking.policy(i),
+            one.model, ranking.layout(i), policy=ranking.choice(i).policy,
             batch=replace(one.batch, micro_batch=micro),
         )
         for i, micro in enumerate(micros)
@@ -167,7 +167,7 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
     assert len(fixed)
     assert set(fixed.points["tp"].tolist()) == {4}
     assert set(fixed.points["micro_batch"].tolist()) == {3}
-    assert {fixed.policy(i).recompute for i in range(len(fixed))} == {"full"}
+    assert {fixed.choice(i).policy.recompute for i in range(len(fixed))} == {"full"}
     where = (parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60"))
     few = rank_layouts(replace(one, where=where))
     assert len(few)
@@ -185,7 +185,7 @@ def test_a_named_schedule_decides_the_virtual_stages() -> None:
     assert min(looped.points["virtual_stages"].tolist()) > 1
     named = {"fixed": pipe | {"schedule": "gpipe"}, "policy": Policy(schedule="gpipe")}
     gpipe = rank_layouts(ask(gpus=16, explore=True, **named))
-    assert {gpipe.policy(i).schedule for i in range(len(gpipe))} == {"gpipe"}
+    assert {gpipe.choice(i).policy.schedule for i in range(len(gpipe))} == {"gpipe"}
 
 
 @pytest.mark.parametrize("part", ["every-2", "block-8"])
@@ -198,7 +198,7 @@ def test_recompute_of_some_layers_is_priced_between_none_and_full(part: str) -> 
     ]
     times = [float(ranking.step_s[0]) for ranking in steps]
     assert times[0] < times[1] < times[2]
-    assert steps[1].policy(0).recompute == part
+    assert steps[1].choice(0).policy.recompute == part
 
 
 def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
@@ -206,7 +206,7 @@ def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
     stack = default_stack(cluster, SHIPPED)
     one = ask("gpt-3-175b", 384, stack, cluster=cluster, batch=batch)
     shy, bold = rank_layouts(one), rank_layouts(replace(one, explore=True))
-    assert {shy.policy(i).recompute for i in range(len(shy))} == {"full"}
+    assert {shy.choice(i).policy.recompute for i in range(len(shy))} == {"full"}
     assert shy.set_aside > 0
     best_of_both = min(shy.unproven_best["step_s"][0], shy.closed_s.min())
     assert best_of_both == bold.closed_s.min()
@@ -245,7 +245,7 @@ def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
 def test_a_longer_list_has_the_same_first_choice(gpus: int) -> None:
     one = ask(gpus=gpus, batch=Batch(seq_len=8192, global_batch=128))
     lists = [rank_layouts(one, least=least) for least in (1, 10, 40)]
-    assert len({str((ranking.layout(0), ranking.policy(0))) for ranking in lists}) == 1
+    assert len({str((ranking.layout(0), ranking.choice(0).policy)) for ranking in lists}) == 1
 
 
 def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(cli) -> None:
@@ -355,7 +355,7 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     for size, steps in ((16, 100), (32, 50), (48, 34)):  # 1600 each, in whole steps
         sizes = {"global_batch": size, "micro_batch": int(ranking.points["micro_batch"][0])}
         batch = Batch(seq_len=4096, **sizes)
-        where, policy = ranking.layout(0), ranking.policy(0)
+        where, policy = ranking.layout(0), ranking.choice(0).policy
         spec = run_spec(ranking.query.model, where, batch=batch, policy=policy)
         columns = columns_of([spec], cluster=ranking.query.cluster, stack="megatron")
         by_hand += steps * float(predictions(columns, ranking.query.entry).step_s[0])
@@ -561,7 +561,7 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
             setup,
             layout=ranking.layout(place),
             batch=replace(asked.batch, micro_batch=int(ranking.points["micro_batch"][place])),
-            policy=ranking.policy(place),
+            policy=ranking.choice(place).policy,
         )
         assert export.write(release, one)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import fourfold
 from fourfold import files, options
 from fourfold.commands import command
-from fourfold.cost.predict import whole_units
 from fourfold.errors import UserError, sentence
 from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
@@ -21,7 +20,7 @@ from fourfold.show.pictures import must_be_picture
 from fourfold.show.plan import GIB, approximated, evidence, interval_s, layouts_table, page, source
 from fourfold.show.schedule_picture import SUFFIXES, picture
 from fourfold.show.table import Grid, Part, or_dash
-from fourfold.units import counted, short_s, show_count
+from fourfold.units import counted, short_s, show_count, whole_units
 from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.requests import PlanRequest, decided
 

@@ -6,10 +6,9 @@ A predicted step as rows, operation by operation, whose seconds add up to the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.memory.held import kept_bytes
-from fourfold.cost.memory.peak import Memory, memory
+from fourfold.cost.memory.peak import Memory, fit_chance, memory
 from fourfold.cost.ops.ends import embedding, handover, head
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
@@ -59,6 +58,11 @@ class Predictions:
     def interval(self) -> StepInterval:
         """Found when it is asked for, which most of what a search looks at is not."""
         return StepInterval(self.columns, self.entry, self.times)
+
+    @cached_property
+    def fits(self) -> Floats:
+        """The chance of each (0..1) to stay below the limit."""
+        return fit_chance(self.columns, self.entry, self.room.worst_bytes)
 
     @property
     def low_s(self) -> Floats:
@@ -284,14 +288,3 @@ def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
 
 def _one(value: Any) -> float:
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
-
-
-def whole_units(values: Sequence[float], unit: float) -> list[int]:
-    """In whole units that add up to the rounded sum: the largest remainders are rounded up."""
-    exact = [value / unit for value in values]
-    units = [floor(value) for value in exact]
-    missing = round(sum(exact)) - sum(units)
-    by_rest = sorted(range(len(exact)), key=lambda i: units[i] - exact[i])
-    for i in by_rest[:missing]:
-        units[i] += 1
-    return units

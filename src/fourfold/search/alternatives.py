@@ -17,11 +17,10 @@ from fourfold.cost.fit.ranges import axes
 from fourfold.cost.memory.peak import fit_chance, moved_coefficients, moves
 from fourfold.cost.predict import playable, predictions
 from fourfold.cost.step.estimate import estimate
-from fourfold.search.plan_answer import Alternative, Reversal
+from fourfold.search.plan_answer import Alternative, Choice, Reversal
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Pool, Ranking
 from fourfold.spec.layout import MODEL_AXES
-from fourfold.spec.run import chosen_layout, chosen_policy
 
 # Calibration files keep three digits of measured values.
 ROUNDED = 1e-3
@@ -90,14 +89,14 @@ def faster(ranking: Ranking) -> Alternative | None:
 
 
 def alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
-    policy = chosen_policy(query.policy, points, 0)
+    one = Choice.at(0, points, query.policy)
     return Alternative(
-        layout=chosen_layout(points, 0),
-        cp_kind=policy.cp_kind,
-        sharding=policy.sharding,
-        recompute=policy.recompute,
-        virtual_stages=policy.virtual_stages,
-        micro_batch=int(points["micro_batch"][0]),
+        layout=one.layout,
+        cp_kind=one.policy.cp_kind,
+        sharding=one.policy.sharding,
+        recompute=one.policy.recompute,
+        virtual_stages=one.policy.virtual_stages,
+        micro_batch=one.micro_batch,
         step_s=float(points["step_s"][0]),
         **more,
     )

@@ -17,7 +17,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import provenance
-from fourfold.cost.memory.peak import fit_chance, memory_bounds
+from fourfold.cost.memory.peak import Memory, memory, memory_bounds
 from fourfold.cost.power import mean_power_w
 from fourfold.cost.predict import predictions
 from fourfold.cost.step.traffic import crosses
@@ -41,7 +41,6 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.units import counted
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -97,7 +96,7 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         flop_rule=query.convention,
         ranked=rows,
         flips=reversals(ranking)[:3],
-        deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
+        deciding=tuple(ranking.choice(i) for i in deciding(ranking)),
         faster=faster(ranking),
         bf16_gradients=_bf16_gradients(ranking),
         risk=query.risk,
@@ -149,9 +148,8 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
 
 
 def _rows(ranking: Ranking, train: Whole, count: int) -> tuple[PlanRow, ...]:
-    first = ranking.predicted.take(np.arange(count))
-    wide = first.interval.why_wide()
-    ranking = replace(ranking, predicted=first)
+    ranking = ranking.take(np.arange(count))
+    wide = ranking.predicted.interval.why_wide()
     train = replace(train, ranking=ranking)
     return tuple(_row(ranking, train, i, wide[i]) for i in range(count))
 
@@ -161,8 +159,10 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
     tokens_s = query.batch.tokens / step_s / query.gpus
-    flops = float(convention(query.convention).count(FlopsQuery.of_spec(ranking.spec(i))).printed)
-    causal = float(convention("causal").count(FlopsQuery.of_spec(ranking.spec(i))).printed)
+    spec, counted_of = ranking.spec(i), FlopsQuery.of_spec(ranking.spec(i))
+    flops, causal = (
+        float(convention(name).count(counted_of).printed) for name in (query.convention, "causal")
+    )
     parts = parts_of(ranking, i)
     power_w = _power_w(query, parts, float(c.peak_low[0] / c.peak[0]), causal * tokens_s)
     took = train.of_row(i, power_w)
@@ -170,7 +170,9 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
     price = query.cluster.price_per_gpu_hour
     return PlanRow(
         rank=i + 1,
-        **_short(ranking, i),
+        layout=spec.layout,
+        policy=spec.policy,
+        micro_batch=spec.batch.micro_batch,
         step_s=step_s,
         step_s_low=float(predicted.low_s[i]),
         step_s_high=float(predicted.high_s[i]),
@@ -178,7 +180,7 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
         parts_s=parts,
         exposed_s=exposed(parts),
         note=_note(ranking, i),
-        runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus, query.stack),
+        runs_in=runs_in(spec, query.cluster.host_gpus, query.stack),
         wide=wide,
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
@@ -218,9 +220,8 @@ def _bf16_gradients(ranking: Ranking) -> Alternative | None:
     narrow = replace(query, policy=replace(query.policy, grad_dtype="bf16", reduce_dtype="bf16"))
     found = predictions(narrow.columns(first), query.entry)
     first["step_s"] = found.step_s
-    chance = float(fit_chance(found.columns, query.entry)[0])
     size = float(found.room.worst_bytes[0])
-    return alternative(narrow, first, fit_chance=chance, peak_bytes=size)
+    return alternative(narrow, first, fit_chance=float(found.fits[0]), peak_bytes=size)
 
 
 def _power_w(
@@ -231,14 +232,6 @@ def _power_w(
     compute_s = sum(parts_s[name] for name in EXPOSED["compute"])
     executed = flops_per_s * (1.0 + parts_s["recompute"] / compute_s)
     return mean_power_w(query.cluster.device, executed / narrower)
-
-
-def _short(ranking: Ranking, i: int) -> dict[str, Any]:
-    return {
-        "layout": ranking.layout(i),
-        "policy": ranking.policy(i),
-        "micro_batch": int(ranking.points["micro_batch"][i]),
-    }
 
 
 def _nothing(ranking: Ranking) -> str:
@@ -261,18 +254,20 @@ def _nothing(ranking: Ranking) -> str:
     return f"no layout is left: --where excludes all {ranking.fitting:,} that fit"
 
 
+def smallest(ranking: Ranking) -> tuple[Choice, Memory]:
+    """What needs least memory of all that is legal, and how much."""
+    table, query = ranking.grid.table, ranking.query
+    index = np.flatnonzero(table.legal)
+    points = table.points(index[[np.argmin(table.peak_bytes(index))]])
+    room = memory(query.columns(points), query.entry.coefficients)
+    return Choice.at(0, points, query.policy), room
+
+
 def _least(ranking: Ranking) -> str:
-    """What needs least memory, where nothing fits: the table then has every legal point."""
-    space, policy = ranking.bounds.table, ranking.query.policy
-    index = np.flatnonzero(space.legal)
-    peak_bytes = space.peak_bytes(index)
-    best = int(np.argmin(peak_bytes))
-    points = space.points(index[best : best + 1])
-    policy = chosen_policy(policy, points, 0)
-    micro_batch = int(points["micro_batch"][0])
-    one = Choice(layout=chosen_layout(points, 0), policy=policy, micro_batch=micro_batch)
-    named = f"{one}, micro batch {micro_batch}, {policy.sharding}, recompute {policy.recompute}"
-    return f"the smallest ({named}) needs about {peak_bytes[best] / 2**30:.0f}"
+    one, room = smallest(ranking)
+    policy, gib = one.policy, room.worst_bytes[0] / 2**30
+    named = f"{one}, micro batch {one.micro_batch}, {policy.sharding}, recompute {policy.recompute}"
+    return f"the smallest ({named}) needs about {gib:.0f}"
 
 
 def _rule_in_words(query: PlanQuery, reason: str) -> str:

@@ -9,20 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import OpRow, Predictions, chunk_times, operations
 from fourfold.cost.schedule import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.alternatives import tie_width
-from fourfold.search.answer import answer
+from fourfold.search.answer import answer, smallest
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
-from fourfold.spec.run import chosen_policy
-from fourfold.spec.words import SCHEDULES, SHARDINGS
+from fourfold.spec.words import SCHEDULES
 
 NEAREST = 4
 VARIANTS = 8
@@ -196,17 +194,14 @@ def _fitting(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
 
 def _smallest(ranking: Ranking) -> Smallest:
     """Bytes by kind of the variant that needs least."""
-    query = ranking.query
-    points = ranking.grid.table.points(np.flatnonzero(ranking.grid.table.legal))
-    room = memory(query.columns(points), query.entry.coefficients)
-    i = int(np.argmin(room.worst_bytes))
+    one, room = smallest(ranking)
     return Smallest(
-        micro_batch=int(points["micro_batch"][i]),
-        sharding=SHARDINGS[int(points["zero"][i])],
-        recompute=chosen_policy(query.policy, points, i).recompute,
-        peak_bytes=float(room.worst_bytes[i]),
-        limit_bytes=query.limit_bytes,
-        memory_bytes={name: float(part[i]) for name, part in room.parts.items()},
+        micro_batch=one.micro_batch,
+        sharding=one.policy.sharding,
+        recompute=one.policy.recompute,
+        peak_bytes=float(room.worst_bytes[0]),
+        limit_bytes=ranking.query.limit_bytes,
+        memory_bytes={name: float(part[0]) for name, part in room.parts.items()},
     )
 
 

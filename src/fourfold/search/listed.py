@@ -3,8 +3,7 @@ of those that are sure to fit; choice.py orders them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
-from fourfold.search.bounds import Bounds
+from fourfold.search.bounds import LAYOUT, Bounds
 from fourfold.search.choice import order
 from fourfold.search.fastest import fastest
-from fourfold.search.table import Bools, Places, Pool
-from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, SIZES
+from fourfold.search.table import Bools, Places, Pool, alike, repeats
 from fourfold.spec.run import CHOSEN
 
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
@@ -26,17 +24,14 @@ FEW, FEW_VARIANTS = 60, 12
 PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
 # Layouts that are sure to fit, played beside those.
 PLAYED_SURE = 24
-LOOKED_THROUGH = 4096  # points at a time while the best are picked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """Points in full, the first choice first; `fits`: their chances; `fastest` of all that were
-    played, one row or none; `least_s`: the fewest seconds by closed form."""
+class Listed(NamedTuple):
+    """Points in full, the first choice first; `fastest` of all that were played, one row or none;
+    `least_s`: the fewest seconds by closed form."""
 
     points: Pool
     predicted: Predictions
-    fits: Floats
     fastest: Pool
     least_s: float
 
@@ -46,32 +41,24 @@ def listed(bounds: Bounds, ranked: Bools, roomy: Bools, new: Bools, least: int) 
     than `roomy` points are 90% sure to fit."""
     query, points = bounds.table.query, {}
     for variants in (PLAYED_VARIANTS, max(FEW_VARIANTS, least)):
-        points = best_points(pool_of(bounds, ranked, new, PLAYED, variants), PLAYED, variants)
-        if _size(points) >= max(FEW, least):
+        points = leading(bounds, ranked, new, PLAYED, variants)
+        if len(points["pp"]) >= max(FEW, least):
             break
     count = max(least, playable(query.columns(points), PLAYED_EVENTS))
     points = only(points, slice(count))
     roomy = ranked & roomy if 1.0 - query.risk >= SURE else ranked
     points = _with_sure(bounds, roomy, new, points, 1.0 - query.risk)
     predicted = predictions(query.columns(points), query.entry)
-    fits = fit_chance(predicted.columns, query.entry)
-    points |= {"step_s": predicted.step_s, "fit_chance": fits}
-    _, numbers = np.unique(layout_numbers(points), return_inverse=True)
+    points |= {"step_s": predicted.step_s, "fit_chance": predicted.fits}
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
-    places = order(
-        predicted.step_s[by_time],
-        fits[by_time],
-        numbers.reshape(-1)[by_time],
-        risk=query.risk,
-        least=least,
-    )
-    shown = by_time[places]
+    timed = only(points, by_time)
+    numbers, both = layout_numbers(timed), (timed["step_s"], timed["fit_chance"])
+    shown = by_time[order(*both, numbers, risk=query.risk, least=least)]
     return Listed(
-        points=only(points, shown),
-        predicted=predicted.take(shown),
-        fits=fits[shown],
-        fastest=only(points, by_time[:1]),
-        least_s=float(predicted.closed_s.min(initial=np.inf)),
+        only(points, shown),
+        predicted.take(shown),
+        only(timed, slice(1)),
+        float(predicted.closed_s.min(initial=np.inf)),
     )
 
 
@@ -79,15 +66,14 @@ def _with_sure(bounds: Bounds, roomy: Bools, new: Bools, points: Pool, at_least:
     """With the fastest way to run each layout that fits so surely, of the layouts that are fastest
     so. Those that are known already say how fast a further one must be."""
     query = bounds.table.query
-    if query.safe or not _size(points):
+    if query.safe or not len(points["pp"]):
         return points
-    chance = fit_chance(query.columns(points), query.entry)
-    known = np.sort(_fewest(only(points, chance >= at_least)))
+    chance = fit_chance(query.columns(points), query.entry, points["peak_bytes"])
+    known = np.sort(fewest_s(only(points, chance >= at_least))[1])
     most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
     some = sure_points(bounds, roomy, new, most_s, at_least)
     both = {name: np.concatenate([points[name], some[name]]) for name in points}
-    chosen = np.stack([both[name] for name in CHOSEN], axis=1)
-    return only(both, np.sort(np.unique(chosen, axis=0, return_index=True)[1]))
+    return only(both, np.sort(alike(both, CHOSEN)[0]))
 
 
 def sure_points(
@@ -100,75 +86,50 @@ def sure_points(
     def is_sure(index: Places) -> Bools:
         return table.priced(index, lambda c: fit_chance(c, table.query.entry)) >= at_least
 
-    found = fastest(bounds, mask, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s)
-    return best_points(_priced(bounds, *found, new), PLAYED_SURE, 1)
+    return leading(bounds, mask, new, PLAYED_SURE, 1, holds=is_sure, most_s=most_s)
 
 
-def _fewest(points: Pool) -> NDArray[np.float64]:
-    """Closed-form seconds of the fastest way to run each layout."""
-    numbers, back = np.unique(layout_numbers(points), return_inverse=True)
-    fewest = np.full(len(numbers), np.inf)
-    np.minimum.at(fewest, back.reshape(-1), points["step_s"])
-    return fewest
-
-
-def _size(pool: Pool) -> int:
-    return len(pool["pp"])
+def leading(
+    bounds: Bounds, mask: Bools, new: Bools, keep: int, variants: int, **asked: Any
+) -> Pool:
+    """The fastest points of a mask (`asked`: as fastest.py has it), with their seconds and bytes,
+    and which are `new`."""
+    index, step_s = fastest(bounds, mask, keep=keep, variants=variants, **asked)
+    pool = bounds.table.points(index)
+    pool |= {"step_s": step_s, "peak_bytes": bounds.table.peak_bytes(index)}
+    pool |= {"unproven": new[np.divmod(index, new.shape[1])]}
+    return best_points(pool, keep, variants)
 
 
 def only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
     return {name: column[mask] for name, column in pool.items()}
 
 
-def pool_of(
-    bounds: Bounds, mask: Bools, new: Bools, keep: int, variants: int, most_s: float = np.inf
-) -> Pool:
-    """All that can be among the fastest, with its seconds and bytes."""
-    index, step_s = fastest(bounds, mask, keep=keep, variants=variants, most_s=most_s)
-    return _priced(bounds, index, step_s, new)
-
-
-def _priced(bounds: Bounds, index: Places, step_s: NDArray[np.float64], new: Bools) -> Pool:
-    found = {"step_s": step_s, "peak_bytes": bounds.table.peak_bytes(index)}
-    return bounds.table.points(index) | found | {"unproven": new[np.divmod(index, new.shape[1])]}
-
-
-_KEYS = ("cp", "tp", *EXPERT_AXES, "cp_kind")
-
-
 def layout_numbers(points: Pool) -> NDArray[np.int64]:
-    """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
-    axes = ("cp_kind", *EXPERT_AXES, *MODEL_AXES[::-1])
-    number = np.zeros(_size(points), dtype=np.int64)
-    for name in axes:  # sizes are far below the factor, or their products are
+    """One number for each layout, in whatever table it stands."""
+    number = np.zeros(len(points["pp"]), dtype=np.int64)
+    for name in LAYOUT:  # sizes are far below the factor, or their products are
         number = number * 1_000_003 + points[name].astype(np.int64)
     return number
 
 
-def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
-    """What makes two points the same layout: the sizes of the axes and the kind of cp."""
-    dp = points["replicate"] * points["shard"]
-    columns = (points["pp"], dp, *(points[name] for name in _KEYS))
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def fewest_s(points: Pool) -> tuple[NDArray[np.int64], Floats]:
+    """(numbers of layouts, seconds of the fastest way to run each)."""
+    numbers, back = np.unique(layout_numbers(points), return_inverse=True)
+    fewest = np.full(len(numbers), np.inf)
+    np.minimum.at(fewest, back.reshape(-1), points["step_s"])
+    return numbers, fewest
 
 
 def best_points(pool: Pool, keep: int, variants: int) -> Pool:
     """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
     nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
-    order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
-    rest = [name for name in CHOSEN if name not in (*SIZES, *EXPERT_AXES)]
-    chosen: list[int] = []
-    seen: set[tuple[int, ...]] = set()
-    used: dict[tuple[int, ...], int] = {}
-    for block in range(0, len(order), LOOKED_THROUGH):
-        part = order[block : block + LOOKED_THROUGH]
-        keys = _layout_keys(only(pool, part))
-        others = zip(*(pool[name][part].tolist() for name in rest), strict=True)
-        for i, layout, other in zip(part.tolist(), keys, others, strict=True):
-            if used.get(layout, 0) < variants and (*layout, *other) not in seen:
-                seen.add((*layout, *other))
-                used[layout] = used.get(layout, 0) + 1
-                chosen.append(i)
-                if len(chosen) == keep:
-                    return only(pool, np.array(chosen, dtype=np.intp))
-    return only(pool, np.array(chosen, dtype=np.intp))
+    pool = only(pool, np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"])))
+    pool = only(pool, np.sort(alike(pool, _BUT_COPIES)[0]))
+    layout, place = layout_numbers(pool), np.zeros(len(pool["pp"]), dtype=np.intp)
+    counts = np.unique(layout, return_counts=True)[1]
+    place[np.argsort(layout, kind="stable")] = repeats(counts)[1]
+    return only(pool, np.flatnonzero(place < variants)[:keep])
+
+
+_BUT_COPIES = tuple(name for name in CHOSEN if name not in ("replicate", "shard"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from fourfold.search.choice import RISK
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import chosen_layout, chosen_policy
 
 SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule",
                    "virtual_stages", "recompute", "attention")  # fmt: skip
@@ -24,6 +26,15 @@ class Choice:
     layout: Layout
     policy: Policy
     micro_batch: int
+
+    @classmethod
+    def at(cls, i: int, points: Mapping[str, Any], policy: Policy) -> Choice:
+        """One of many points, whose columns say what they do not share."""
+        return Choice(
+            layout=chosen_layout(points, i),
+            policy=chosen_policy(policy, points, i),
+            micro_batch=int(points["micro_batch"][i]),
+        )
 
     def __str__(self) -> str:
         """`pp8 dp4 cp2 tp8 ulysses v4`: the layout and the kinds that go with it."""

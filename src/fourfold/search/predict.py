@@ -12,7 +12,7 @@ from fourfold.cost.fit import coefficients
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.interval import provenance
 from fourfold.cost.fit.machine import calibration_of
-from fourfold.cost.memory.peak import fit_chance, memory
+from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import release_of, year_of
@@ -64,9 +64,9 @@ def predict(
         asked = [_as_planned(specs[at], stack, engine) for at in places]
         writes = release or release_of(stack)
         c = columns_of(asked, cluster=machine, stack=engine, release=writes)
-        many, words, chances = predictions(c, entry), provenance(c, entry), fit_chance(c, entry)
+        many, words = predictions(c, entry), provenance(c, entry)
         for i, at in enumerate(places):
-            chance = float(chances[i]) if named is not None else None
+            chance = float(many.fits[i]) if named is not None else None
             one = replace(many.one(i), provenance=words[i], fit_chance=chance)
             if named is None and profile is None:
                 low_s, high_s = one.step_s / _GUESS_FACTOR, one.step_s * _GUESS_FACTOR

@@ -17,14 +17,14 @@ from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
 from fourfold.search.fastest import fastest, timed
-from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
+from fourfold.search.listed import fewest_s, layout_numbers, leading, listed, only
 from fourfold.search.near import near_best
+from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
 from fourfold.search.space import Space, holding, may_fit, space_of, sure, unproven
-from fourfold.search.table import Bools, PointTable, Pool
+from fourfold.search.table import Bools, Places, PointTable, Pool
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec, chosen_layout, chosen_policy
+from fourfold.spec.run import RunSpec
 
 # Of what is named beside a ranking, by closed form: played event by event, another may lead.
 ASIDE = 8
@@ -39,7 +39,6 @@ class Ranking:
     grid: Candidates
     points: Pool
     predicted: Predictions
-    fits: Floats  # chances
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
@@ -64,15 +63,16 @@ class Ranking:
         """By number of each layout ranked, the closed form's seconds of the fastest way to run
         it."""
         index, step_s = fastest(self.bounds, self.ranked, keep=None, variants=1)
-        numbers, back = np.unique(
-            layout_numbers(self.bounds.table.points(index)), return_inverse=True
-        )
-        fewest = np.full(len(numbers), np.inf)
-        np.minimum.at(fewest, back.reshape(-1), step_s)
-        return dict(zip(numbers.tolist(), fewest.tolist(), strict=True))
+        both = fewest_s(self.bounds.table.points(index) | {"step_s": step_s})
+        return dict(zip(*(one.tolist() for one in both), strict=True))
 
     def __len__(self) -> int:
         return len(self.predicted)
+
+    @property
+    def fits(self) -> Floats:
+        """Chances."""
+        return self.points["fit_chance"]
 
     @property
     def step_s(self) -> Floats:
@@ -96,15 +96,21 @@ class Ranking:
         return 1 + len(faster - {own})
 
     def layout(self, i: int) -> Layout:
-        return chosen_layout(self.points, i)
+        return self.choice(i).layout
 
-    def policy(self, i: int) -> Policy:
-        return chosen_policy(self.query.policy, self.points, i)
+    def choice(self, i: int) -> Choice:
+        return Choice.at(i, self.points, self.query.policy)
 
     def spec(self, i: int) -> RunSpec:
         """The run at a place."""
-        batch = replace(self.query.batch, micro_batch=int(self.points["micro_batch"][i]))
-        return replace(self.query.spec, layout=self.layout(i), batch=batch, policy=self.policy(i))
+        one = self.choice(i)
+        batch = replace(self.query.batch, micro_batch=one.micro_batch)
+        return replace(self.query.spec, layout=one.layout, batch=batch, policy=one.policy)
+
+    def take(self, index: Places) -> Ranking:
+        """Those at these places alone, in that order."""
+        points = only(self.points, index)
+        return replace(self, points=points, predicted=self.predicted.take(index))
 
 
 def rank_layouts(query: PlanQuery, *, least: int = 10, whole: bool = False) -> Ranking:
@@ -136,11 +142,12 @@ def _ranking(
     use_all = query.explore or not proven.any()
     ranked = pool if use_all else proven
     set_aside = int(pool.sum()) - int(ranked.sum())
-    aside = {} if use_all else _few(pool_of(bounds, pool & new, new, ASIDE, 1))
+    aside = {} if use_all else leading(bounds, pool & new, new, ASIDE, 1)
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
     shown = listed(bounds, ranked, space.roomy, new, least)
-    if set_aside and not (query.safe or (shown.fits >= 1.0 - query.risk).any()):
+    is_sure = shown.points["fit_chance"] >= 1.0 - query.risk
+    if set_aside and not (query.safe or is_sure.any()):
         # What was never measured is still better than what may not fit.
         use_all, ranked, set_aside, aside = True, pool, 0, {}
         shown = listed(bounds, ranked, space.roomy, new, least)
@@ -149,7 +156,6 @@ def _ranking(
         grid=grid,
         points=shown.points,
         predicted=shown.predicted,
-        fits=shown.fits,
         fitting=fitting,
         dropped=fitting - left,
         set_aside=set_aside,
@@ -170,13 +176,7 @@ def _runnable_first(ranking: Ranking) -> Ranking:
     first = next((int(i) for i in sure if runs_in(ranking.spec(int(i)), hosts, query.stack)), 0)
     if first == 0:
         return ranking
-    index = np.concatenate([[first], np.delete(np.arange(len(ranking)), first)]).astype(np.intp)
-    return replace(
-        ranking,
-        points=only(ranking.points, index),
-        predicted=ranking.predicted.take(index),
-        fits=ranking.fits[index],
-    )
+    return ranking.take(np.insert(np.delete(np.arange(len(ranking)), first), 0, first))
 
 
 def _where(space: PointTable, mask: Bools) -> Bools:
@@ -204,9 +204,5 @@ def _near_miss(bounds: Bounds, rivals: Bools, new: Bools, least_s: float) -> Poo
     """The fastest that may fit although our best estimate says no, where nothing ranked is as
     fast."""
     rivals = _where(bounds.table, rivals) if np.isfinite(least_s) else np.zeros_like(rivals)
-    found = _few(pool_of(bounds, rivals, new, ASIDE, 1, most_s=least_s))
+    found = leading(bounds, rivals, new, ASIDE, 1, most_s=least_s)
     return only(found, found["step_s"] < least_s)
-
-
-def _few(pool: Pool) -> Pool:
-    return best_points(pool, ASIDE, 1)

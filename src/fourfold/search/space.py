@@ -111,9 +111,7 @@ def may_fit(space: PointTable) -> Bools:
     lean = lean_coefficients(query.entry)
     reach = query.limit_bytes * np.exp(widest_half(query.entry)) * ABOUT
     wasteless = space.priced(index, lambda c: memory(c, lean).worst_bytes)
-    near = (space.peak_bytes(index) < reach) | (
-        wasteless * query.entry.coefficients["room"] / lean["room"] < reach
-    )
+    near = wasteless * query.entry.coefficients["room"] / lean["room"] < reach
     return _with_chance(space, index[near], REFUSED)
 
 

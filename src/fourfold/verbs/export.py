@@ -13,7 +13,7 @@ from typing import Any
 from fourfold import files
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.memory.peak import SURE, fit_chance, memory_bounds
+from fourfold.cost.memory.peak import SURE, memory_bounds
 from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
@@ -124,12 +124,12 @@ def export_all(
 
 
 def _setup(ranking: Ranking, place: int, name: str) -> Setup:
-    query = ranking.query
+    query, spec = ranking.query, ranking.spec(place)
     return Setup(
-        model=query.model,
-        layout=ranking.layout(place),
-        batch=replace(query.batch, micro_batch=int(ranking.points["micro_batch"][place])),
-        policy=ranking.policy(place),
+        model=spec.model,
+        layout=spec.layout,
+        batch=spec.batch,
+        policy=spec.policy,
         host_gpus=query.cluster.host_gpus,
         stack=query.stack,
         device=query.cluster.device.id,
@@ -149,7 +149,7 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     )
     ends = (three_digits(float(end[place])) for end in (predicted.low_s, predicted.high_s))
     seconds = f"{' to '.join(ends)} s per step"
-    chance = float(fit_chance(c, query.entry)[0])
+    chance = float(ranking.fits[place])
     fits = f"{100 * chance:.0f}% chance to fit"
     advice = "; --safe prefers layouts that surely fit" if chance < SURE and not query.safe else ""
     return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}",)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 
 from fourfold.cost.count.params import model_params
-from fourfold.cost.memory.peak import fit_chance
 from fourfold.cost.predict import predictions
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -47,8 +46,8 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points = space.points(np.array(front, dtype=np.intp))
     points["peak_bytes"] = peak_bytes[front]
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
-    fits = fit_chance(predicted.columns, ranking.query.entry)
-    return replace(ranking, points=points, predicted=predicted, fits=fits, fastest={})
+    points["fit_chance"] = predicted.fits
+    return replace(ranking, points=points, predicted=predicted, fastest={})
 
 
 Against = Literal["memory", "gpus"]

@@ -264,12 +264,13 @@ def lean_coefficients(entry: FittedStack) -> dict[str, float]:
     return {**entry.coefficients, **lean}
 
 
-def fit_chance(c: Columns, entry: FittedStack) -> Floats:
+def fit_chance(c: Columns, entry: FittedStack, worst: Floats | None = None) -> Floats:
     """Chance (0..1) that each run fits what the driver and the learned margin leave. Below the
     prediction lies more than above it: of ten engines one wastes nothing. The memory of a stack
     nobody measured is put halfway between that and the usual of measured ones, which lies as far
-    above, and half of them above that: bloom's needed 27% more than the others say of it."""
-    worst = memory(c, entry.coefficients).worst_bytes
+    above, and half of them above that: bloom's needed 27% more than the others say of it. `worst`:
+    bytes of the fullest stage, where they are known."""
+    worst = memory(c, entry.coefficients).worst_bytes if worst is None else worst
     low, high = _around(c, entry, worst)
     limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
     # Counted tensors are the same whatever an engine wastes.
