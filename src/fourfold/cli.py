@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         # Without their dashes, which all have in common.
         flags = (flag.lstrip("-") for flag in self.flags().values() if flag != "--help")
-        close = nearest(unknown[0].lstrip("-"), flags) if unknown else ""
+        close = nearest(unknown[0].lstrip("-"), flags) if unknown and unknown[0] != "help" else ""
         if close.startswith("did you mean"):
             return close.replace("'", "'--", 1)
         places = [str(action.metavar or action.dest) for action in self._get_positional_actions()]

@@ -93,7 +93,8 @@ def model(name: str) -> ModelShape:
     if os.path.isfile(os.path.join(name, "config.json")):
         return _model_file(name)
     listed = "'fourfold models' lists them; the path of a config.json works too"
-    hint = f"{nearest(key, model_names())} ({listed})"
+    near = nearest(key, model_names())  # where none is, the whole list is too long for a line
+    hint = f"{near} ({listed})" if near.startswith("did you mean") else listed
     raise UserError("unknown model", field="model", value=name, hint=hint)
 
 
