@@ -15,7 +15,7 @@ from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.power import clock_share
-from fourfold.cost.run import device_facts, fabric_facts, model_facts
+from fourfold.cost.run import machine_facts, model_facts
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.kernels import attention_s, gemm_s, misalignment, tile_waves
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s
@@ -28,8 +28,7 @@ from fourfold.spec.words import PRICED_ATTENTION, SCHEDULES
 
 def runs(n: int = 1, **facts: object) -> Columns:
     """Llama-8B-like runs on H100 nodes of 8."""
-    device = catalog.device("h100-80gb")
-    machine = device_facts(device, "bf16") | fabric_facts(device, None, 8.0)
+    machine = machine_facts(catalog.cluster("nvidia-h100", 16), "bf16")
     base = {
         "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
         "vocab": 128256, "seq": 8192, "micro": 1, "batch": 128,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Floats
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.cost.stacks import stack_defaults, stack_rules
 from fourfold.spec.layout import EXPERT_AXES
@@ -21,12 +21,6 @@ from fourfold.spec.words import RECOMPUTE_KINDS
 # loss; fewer and larger experts differ less. A bias that is moved after every step keeps them
 # nearly even. What nobody measured lies within a factor of e^0.5 two times in three.
 NATURAL, OF_EXPERTS, BALANCED, SPREAD = 1.0, 128.0, 0.3, 0.5
-BIASED = ("deepseek", "glm", "kimi")  # families that move a bias
-
-
-def usual_spread(experts: Floats | float, has_bias: Any) -> Floats:
-    by_loss = NATURAL * np.sqrt(np.minimum(1.0, np.divide(experts, OF_EXPERTS)))
-    return np.where(has_bias, np.minimum(by_loss, BALANCED), by_loss)
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -55,7 +49,8 @@ def imbalance(model: ModelShape, policy: Policy) -> float:
         return policy.imbalance
     if policy.routing == "forced" or model.moe is None:
         return 0.0
-    return float(usual_spread(model.experts, model.moe.choice_bias))
+    by_loss = NATURAL * math.sqrt(min(1.0, model.experts / OF_EXPERTS))
+    return min(by_loss, BALANCED) if model.moe.choice_bias else by_loss
 
 
 def further(model: ModelShape) -> dict[str, float]:

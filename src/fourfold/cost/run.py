@@ -13,7 +13,7 @@ from fourfold.cost.columns import BY_COST, DEFAULTS, OPTIMIZERS, Columns, column
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
-from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
+from fourfold.cost.stacks import RELEASES, stack_defaults
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
 from fourfold.spec.layout import MODEL_AXES
@@ -80,27 +80,17 @@ def device_facts(device: Device, precision: str) -> dict[str, float]:
     }
 
 
-def fabric_facts(device: Device, cluster: Cluster | None, node: float) -> dict[str, float]:
-    """Links of a node of `node` GPUs: of the cluster when known, else the usual ones."""
-    if cluster is not None and len(cluster.links) > 1:
-        inner, outer = cluster.links[0], cluster.links[-1]
-        # A cluster file gives the rate per rank when all ranks of a host send.
-        link, net = inner.bytes_per_s, outer.bytes_per_s * cluster.host_gpus
-        domain = float(inner.ranks) if inner.ranks > cluster.host_gpus else node
-    elif cluster is not None:
-        link, domain = cluster.links[0].bytes_per_s, float(cluster.gpus)
-        net = link * node
+def machine_facts(cluster: Cluster, precision: str) -> dict[str, float]:
+    """Device and links of a cluster; its peak in the format that products compute in."""
+    node, inner, outer = float(cluster.host_gpus), cluster.links[0], cluster.links[-1]
+    if outer is inner:
+        domain, net = float(cluster.gpus), inner.bytes_per_s * node
     else:
-        link, net = device.usual_link_bytes_per_s, device.network_bytes_per_s * node
-        domain = float(device.domain) if device.domain > 8 else node
-    return {"link": link, "domain": domain, "node": node, "net": net}
-
-
-def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:
-    """Device and links of a cluster; its peak in the format the policy's products compute in."""
-    machine = device_facts(cluster.device, policy.dtypes.compute)
-    fabric = fabric_facts(cluster.device, cluster, float(cluster.host_gpus))
-    return {**machine, **fabric, "net_open": float(cluster.source == TYPICAL)}
+        # A cluster file gives the rate per rank when all ranks of a host send.
+        domain, net = float(max(inner.ranks, cluster.host_gpus)), outer.bytes_per_s * node
+    fabric = {"link": inner.bytes_per_s, "domain": domain, "node": node, "net": net}
+    is_typical = float(cluster.source == TYPICAL)
+    return {**device_facts(cluster.device, precision), **fabric, "net_open": is_typical}
 
 
 # The same by places: without and with virtual stages.
@@ -112,27 +102,7 @@ _RUNNING = np.array(
 )
 
 
-def stack_facts(usual: StackDefaults, overlap: str = "auto") -> dict[str, float]:
-    """What an engine does whatever a spec says."""
-    return {
-        "fsdp2": float(usual.counted),
-        "reserved": usual.reserved,
-        "autocast": float(usual.autocast),
-        "selective_share": usual.selective_share,
-        "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
-        "even_stages": float(usual.even_stages),
-        "split_loss": float(usual.split_loss),
-        "overlap": float(list(OVERLAPS).index(usual.overlap if overlap == "auto" else overlap)),
-    }
-
-
-def is_eager(usual: StackDefaults, *, compiled: bool) -> bool:
-    """Whether activation, rope and residual are calls of their own: torch's engines leave fusing
-    them to the compiler, others have kernels."""
-    return usual.eager or (usual.counted and not compiled)
-
-
-def has_newer_flash(device: Device | str) -> bool:
+def has_newer_flash(device: Device) -> bool:
     """Whether the GPU has attention kernels that leave FlashAttention 2 behind."""
     return generation_of(device) in ("h", "b")
 
@@ -156,7 +126,19 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
     """Kernels and overlap of a policy under a stack: what no search varies."""
     usual, is_ours = stack_defaults(stack), stack == "fourfold"
     kind = priced_attention(policy, stack, device)
-    return stack_facts(usual, policy.overlap_kind) | {
+    overlap = usual.overlap if policy.overlap_kind == "auto" else policy.overlap_kind
+    # Activation, rope and residual are calls of their own: torch's engines leave fusing them to the
+    # compiler, others have kernels.
+    eager = usual.eager or (usual.counted and not policy.compile)
+    return {
+        "fsdp2": float(usual.counted),
+        "reserved": usual.reserved,
+        "autocast": float(usual.autocast),
+        "selective_share": usual.selective_share,
+        "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
+        "even_stages": float(usual.even_stages),
+        "split_loss": float(usual.split_loss),
+        "overlap": float(list(OVERLAPS).index(overlap)),
         "sp": float(policy.sequence_parallel),
         "attention": PRICED_ATTENTION.index(kind),
         "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
@@ -168,7 +150,7 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
         "our_kernels": float(policy.compile and is_ours),
-        "eager": float(is_eager(usual, compiled=policy.compile)),
+        "eager": float(eager),
         "compiled": float(usual.compiled or policy.compile),
         "compiled_loss": float(usual.compiles_loss and policy.compile),
     }
@@ -215,7 +197,7 @@ def run_facts(
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
     return {
         **model_facts(spec.model),
-        **machine_facts(cluster, spec.policy),
+        **machine_facts(cluster, spec.policy.dtypes.compute),
         **policy_facts(spec.policy, stack, cluster.device),
         **format_facts(spec.policy, stack, generation_of(cluster.device)),
         # Where a release cuts stages otherwise than the measured engine.

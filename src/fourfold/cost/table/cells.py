@@ -120,14 +120,18 @@ class Cells:
 
     def count(self, name: str, default: float = 0, taken: str = "") -> int:
         """A whole number of at least 1; `default` where the cell is blank, which `taken` says."""
-        if default and not self[name].strip():
-            if taken:
-                self.assumed.append(f"{name} {taken}")
+        if default and self._is_blank(name, taken):
             return int(default)
         value = number(self[name])
         if not is_whole(value):
             raise UserError(WHOLE, field=name)
         return int(value)
+
+    def _is_blank(self, name: str, taken: str) -> bool:
+        is_blank = not self[name].strip()
+        if is_blank and taken:
+            self.assumed.append(f"{name} {taken}")
+        return is_blank
 
     def size(self, name: str) -> int:
         """A whole number, 0 where the model has none of it."""
@@ -140,9 +144,7 @@ class Cells:
         return value if value == value else 0.0
 
     def flag(self, name: str, default: bool, taken: str = "") -> bool:
-        if not self[name].strip():
-            if taken:
-                self.assumed.append(f"{name} {taken}")
+        if self._is_blank(name, taken):
             return default
         value = number(self[name])
         if value != value:

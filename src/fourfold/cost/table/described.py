@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.cost.dispatch import DISPATCHERS
-from fourfold.cost.experts import BIASED, further
+from fourfold.cost.experts import further
 from fourfold.cost.run import has_newer_flash
 from fourfold.cost.stacks import StackDefaults, stack_defaults
 from fourfold.cost.table.cells import Cells, number
@@ -23,6 +23,7 @@ from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SHARDINGS
 
 _USUAL = "taken as the stack's usual"
 _UNGATED = ("mpt", "gpt", "falcon", "nemotron")
+_BIASED = ("deepseek", "glm", "kimi")  # families whose routers move a bias
 _FULL_GRAPH, _SOME_GRAPHS = "full_iteration", "transformer_engine"
 # Tokens that every second layer of such models looks back, where a table says no more (GPT-OSS).
 _WINDOW = 128
@@ -133,7 +134,7 @@ def _experts(cells: Cells) -> dict[str, Any]:
         dense_first=cells.size("dense_layers") if every == 1 else 0,
         every=every,
         expert_bias=cells["family"] == "gpt-oss",
-        choice_bias=cells["family"] in BIASED,
+        choice_bias=cells["family"] in _BIASED,
         capacity=_USUAL_CAPACITY if drops else factor,
     )
     return {"experts": experts, "top_k": cells.size("experts_per_token"), "moe": moe}

@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.cost.columns import Floats, columns
 from fourfold.cost.fit import coefficients
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.run import device_facts, fabric_facts
+from fourfold.cost.run import machine_facts
 from fourfold.cost.step.estimate import layer_times
 from fourfold.cost.trace.steps import CP_KINDS, Ask
 from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
@@ -142,15 +142,12 @@ def _zero(lengths: Floats, gap: Floats, i: int) -> int:
 
 def _numbers(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> dict[str, Floats]:
     """Of each length, by names of KindTimes: kernels, messages waited for, bytes of a rank."""
-    facts = device_facts(cluster.device, ask.dtype) | fabric_facts(
-        cluster.device, cluster, float(cluster.host_gpus)
-    )
     c = columns(
         len(lengths),
         layers=1, hidden=ask.hidden, heads=ask.heads, kv_heads=ask.kv_heads, ffn=1, vocab=1,
         seq=lengths, micro=1, batch=1, gpus=ask.ranks, pp=1, dp=1, tp=1, cp=ask.ranks,
         cp_kind=words.CP_KINDS.index(kind), act_bytes=DTYPE_BYTES[ask.dtype],
-        **facts,
+        **machine_facts(cluster, ask.dtype),
     )  # fmt: skip
     parts = layer_times(c, coefficients.defaults(), micro=c.micro).parts
     keys = [op for op in decoder_layer(c, c.micro) if op.axis == "cp"]
