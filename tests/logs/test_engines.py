@@ -76,11 +76,12 @@ def test_a_run_is_measured_from_its_log(tmp_path: Path) -> None:
     [
         ("oom", "oom", "CUDA out of memory"),
         ("crash", "crashed", "no such kernel"),
-        ("hang", "hung", "step limit of 6 s"),
+        ("hang", "hung", "step limit of 1.5 s"),
     ],
 )
 def test_failures_are_outcomes(tmp_path: Path, how: str, outcome: str, words: str) -> None:
-    run = bench(tmp_path, how)
+    limit_s = 1.5 if how == "hang" else RUN["step_limit_s"]
+    run = bench(tmp_path, how, RUN | {"step_limit_s": limit_s})
     assert run["outcome"] == outcome
     stored = fourfold.runs(fourfold.RunsRequest(runs=str(tmp_path / "runs")))
     (record,) = stored.rows()
