@@ -12,8 +12,10 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,38 +42,20 @@ from tests.traces import simulated
 ROOT = Path(__file__).parent.parent
 VERBS = ("plan", "predict", "bench", "sweep", "train", "verify", "dryrun", "report")
 TYPES = ("RunSpec", "Layout", "Batch", "Policy", "Cluster")
-SMALL = ["--model", "llama-3.1-8b", "--gpus", "8", "--seq-len", "4096", "--global-batch", "64"]
 RECORDED = str(Path(__file__).parent / "recorded" / "runs")
-# Commands that need no rank, each with --format csv.
-TABLES = (
-    ["plan", *SMALL, "--gpu", "h100-80gb"],
-    ["plan", *SMALL, "--gpu", "h100-80gb", "--explain", "dp8"],
-    ["plan", *SMALL, "--gpu", "h100-80gb", "--explain", "dp3"],
-    ["plan", "--stack", "list"],
-    ["advise", "--gpu", "h100-80gb", "--hidden", "4096", "--tp", "2"],
-    ["models"],
-    ["models", "llama-3.1-8b"],
-    ["models", "gpt-181b", "--tp", "8", "--pp", "12", "--dp", "4"],
-    ["clusters"],
-    ["clusters", "jean-zay"],
-    ["clusters", "--gpu", "all"],
-    ["clusters", "--gpu", "h100-80gb"],
-    ["clusters", "new", "--name", "mine", "--gpu", "h100-80gb", "--hosts", "2", "--host-gpus", "8",
-     "--network", "3200Gbit/s"],
-    ["flops", "--model", "mpt-7b", "--seq-len", "2048"],
-    ["trace", "ring", "--model", "llama-3.1-8b", "--tokens", "8192", "--cp", "4"],
-    ["runs", "--runs", RECORDED],
-    ["report", RECORDED, "--style", "mpt"],
-    ["report", RECORDED, str(ROOT / "tests/golden/raw_samples.md"), "--style", "topology"],
-    ["report", RECORDED, "--style", "scaling"],
-    ["support", "llama-3.1-8b"],
-    ["calendar", *SMALL, "--gpu", "h100-80gb", "--tokens", "1B"],
-    ["exam", str(ROOT / "exam/season1")],
-    ["lint", "--rules"],
-    ["lint", str(ROOT / "tests/golden/raw_samples.md")],
-    ["score", str(ROOT / "tests/golden/mpt.csv")],
-    ["collect", str(ROOT / "tests/samples/logs/first"), "--out", "/dev/null"],
-)  # fmt: skip
+TABLE = tomllib.loads(Path(__file__).with_name("csv.toml").read_text())
+
+
+def commands(name: str) -> list[list[str]]:
+    """Lines of the table, as words of the command line."""
+    lines = [
+        line.replace("SMALL", TABLE["SMALL"]).replace("TINY", TABLE["TINY"]) for line in TABLE[name]
+    ]
+    ours = ("tests/", "exam/")
+    return [
+        [str(ROOT / word) if word.startswith(ours) else word for word in shlex.split(line)]
+        for line in lines
+    ]
 
 
 def test_names_are_callable_after_every_submodule_is_imported() -> None:
@@ -263,7 +247,7 @@ def assert_one_table(text: str) -> None:
     assert all(None not in row and None not in row.values() for row in named)
 
 
-@pytest.mark.parametrize("words", TABLES, ids=" ".join)
+@pytest.mark.parametrize("words", commands("light"), ids=" ".join)
 def test_csv_is_one_table_with_one_header(words: list[str], capsys) -> None:
     main([*words, "--format", "csv"])
     assert_one_table(capsys.readouterr().out)
@@ -366,7 +350,7 @@ def test_csv_of_the_other_commands_is_one_table(tmp_path: Path, capsys, monkeypa
         out, err = capsys.readouterr()
         assert out, err
         assert_one_table(out)
-    covered = {one[0] for one in (*TABLES, *words.values())} | {*ANSWERS}
+    covered = {one[0] for one in (*commands("light"), *words.values())} | {*ANSWERS}
     with_format = {
         name
         for name in COMMANDS
@@ -376,23 +360,10 @@ def test_csv_of_the_other_commands_is_one_table(tmp_path: Path, capsys, monkeypa
     assert covered == with_format
 
 
-TINY = ["--model", "llama-tiny", "--seq-len", "128", "--global-batch", "8", "--precision", "fp32"]
-# Each may need what the ones before it left.
-STARTED = (
-    ["dryrun", *TINY, "--gpus", "4", "--tp", "2"],
-    ["bench", *TINY, "--as-rank", "0", "--world", "4", "--layout", "tp2 dp2"],
-    ["fit", str(ROOT / "tests/golden/mpt.csv"), "--out", "mine.json"],
-    ["calibrate", "--quick"],
-    ["demo", "--layouts", "1", "--steps", "2"],
-    ["train", *TINY, "--gpus", "1", "--steps", "2", "--out", "trained"],
-    ["weights", "export", "trained", "weights"],
-)
-
-
 @pytest.mark.slow
 def test_csv_of_commands_that_start_ranks_is_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in STARTED:
+    for words in commands("started"):
         main([*words, "--format", "csv"])
         assert_one_table(capsys.readouterr().out)
 
