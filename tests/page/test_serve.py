@@ -190,6 +190,9 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
     data = {"rows": [row], "gpus": 16, "host_gpus": 8}
     assert "about 24 GPUs" in Views.deadline({"days": "30"}, data)["deadline"]
     assert "48 are not" in Views.deadline({"days": "45"}, data)["deadline"]
+    for days, said in (("1,5", "is not a number"), ("inf", "to a million"), ("5e-324", "0.001")):
+        with pytest.raises(UserError, match=f"days {days} .*{said}"):
+            Views.deadline({"days": days}, data)
     with pytest.raises(UserError, match="tokens"):
         Views.deadline({"days": "30"}, data | {"rows": [row | {"training_s": None}]})
 

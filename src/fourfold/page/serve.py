@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import fourfold
 from fourfold.errors import UserError
@@ -20,6 +20,7 @@ from fourfold.page.plan import PLAN_SCRIPTS
 from fourfold.page.planner import BusyError, Planner, SupersededError, count_ways, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import Cluster, catalog, check, texts, words
+from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.layout import EXPERT_AXES
 from fourfold.units import counted, number_from, three_digits
@@ -114,8 +115,9 @@ class Views:
         """What the first layout means for the days there are, in words."""
         if not asked.get("days", "").strip() or not data["rows"]:
             return {}
-        days, best = number_from(asked["days"]), data["rows"][0]
-        check.positive(days=days)
+        days: float = decode_value(Annotated[float, number_from], asked["days"], "days")
+        best = data["rows"][0]
+        check.that(1e-3 <= days <= 1e6, "days", asked["days"], "must be from 0.001 to a million")
         if best["training_s"] is None:
             raise UserError("needs the tokens of the training", field="days")
         takes, late = best["training_s"] / 86400.0, best["training_s"] / 86400.0 > days
