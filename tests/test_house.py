@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from fourfold.result.record import KINDS, REFERENCE_COLUMNS
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import words
@@ -277,3 +279,45 @@ def test_compat_holds_nothing_that_nobody_uses() -> None:
     functions = [node for node in ast.parse(inside).body if isinstance(node, ast.FunctionDef)]
     unused = [f.name for f in functions if f.name not in others and inside.count(f.name) < 2]
     assert not unused
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ('A = ("pp", "dp", "cp")', {"axes"}),
+        ('from typing import Literal\nA = Literal["ring", "ulysses"]', {"context kinds"}),
+        ('x = a == "zero1" or a == "zero2" or a == "zero3"', {"shardings"}),
+        ('A = {"pp": 1, "dp": 2, "cp": 3, "tp": 4}', {"axes"}),
+        ('A = ("ok", "oom")\nB = {"pp": 1, "tp": 2}\nC = "ring"', set()),
+    ],
+)
+def test_a_copy_of_a_set_is_seen(text: str, kinds: set[str]) -> None:
+    assert {kind for kind, _ in copies({"x/y.py": ast.parse(text)})} == kinds
+
+
+def test_the_other_rules_can_fail() -> None:
+    late = "def f():\n    from fourfold.a import c\n"
+    trees = {
+        "a/b.py": ast.parse("from fourfold.a.c import x\nclass A: ...\n" + late),
+        "a/c.py": ast.parse("def f():\n    import fourfold.a.b\n"),
+        "b.py": ast.parse("def f():\n    class A: ...\n"),
+        "commands/x.py": ast.parse(
+            'from fourfold.commands import y\n@command()\ndef x():\n    """Help."""'
+        ),
+        "commands/y.py": ast.parse("@command()\ndef y(): ..."),
+        "commands/z.py": ast.parse("def z(): ..."),
+    }
+    assert circles(trees) == [["a/b.py", "a/c.py"]]
+    assert same_names(trees) == {"A": ["a/b.py", "b.py"]}
+    assert no_commands(trees) == {"commands/y.py", "commands/z.py"}
+    assert command_imports(trees) == {"commands/x.py"}
+    assert questions({"a.py": ast.parse('"""What is a? A.\n\nB."""'), **trees}) == {"a.py"}
+    body = "def f():\n" + "    x = 1\n" * MAX_FUNCTION
+    assert long_functions({"a.py": ast.parse(body)}) == {"a.py:f": MAX_FUNCTION + 1}
+    assert long_files({"a.py": "\n" * 301, "b.py": "\n" * 300}) == {"a.py": 301}
+    assert flat_engine_files(["engine/x.py", "engine/worker.py", "engine/a/b.py"]) == {
+        "engine/x.py"
+    }
+    hidden = ("from torch._C import x", "from torch import _x", 'getattr(torch, "_x")')
+    assert all(_HIDDEN.search(line) for line in hidden)
+    assert not _HIDDEN.search('getattr(self, "_x")')
