@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.spec import codec
-from fourfold.spec.run import RunSpec
-from tests.cli import Cli
 from tests.result.test_profile import make
 
 QUESTION = [
@@ -56,23 +53,3 @@ def test_constraints_bind_the_plan(tmp_path, profile, ran, cli) -> None:
     cli(*words, "--tp", "2", "--micro-batch", "1", "--where", "pp == 1")
     assert {(spec.layout.tp, spec.layout.pp, spec.batch.micro_batch) for spec in ran} == {(2, 1, 1)}
     assert "found no legal layout that fits" in cli(*words, "--set", "memory_limit=1000", status=2)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--from-plan", "0", *QUESTION],
-        ["--from-plan", "2", *QUESTION, "-m", "llama-tiny"],
-        ["--from-plan", "2", *QUESTION[2:]],
-        ["-m", "llama-tiny", "--seq-len", "64"],
-    ],
-)
-def test_bad_requests(words: list[str], profile: list[str], ran: list[RunSpec]) -> None:
-    assert main(["sweep", *words, *profile]) == 2
-    assert ran == []
-
-
-def test_without_knowing_the_machine(ran: list[RunSpec], cli: Cli) -> None:
-    assert "calibrate" in cli(
-        "sweep", "--from-plan", "2", *QUESTION, "--set", "device=cpu", status=2
-    )

@@ -222,11 +222,6 @@ def test_six_models_of_every_engine_are_drawn() -> None:
         assert {one.model.name for one in drawn} == {model.name for model in models}
 
 
-def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(UserError, match="one of megatron, torchtitan, "):
-        export.write("jax", setup())
-
-
 @pytest.mark.parametrize("stack", ["megatron", "torchtitan"])
 def test_a_schedule_may_be_asked_of_a_release(stack: str) -> None:
     """What has no pipeline on one rank has one in the layouts that are ranked."""
