@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog
 
 Floats = NDArray[np.float64]
 # What is sent of a token: nothing; one copy for each chosen expert; one for each rank that has any
@@ -34,10 +34,7 @@ class DispatcherKind:
     waits: bool = False
 
 
-KINDS: dict[str, DispatcherKind] = {
-    name: codec.decode(DispatcherKind, table, name)
-    for name, table in catalog.data("dispatchers.toml").items()
-}
+KINDS = catalog.kinds(DispatcherKind, "dispatchers.toml")
 DISPATCHERS: tuple[str, ...] = tuple(KINDS)
 
 
@@ -51,10 +48,7 @@ class OverlapKind:
     shared: bool = False
 
 
-OVERLAPS: dict[str, OverlapKind] = {
-    name: codec.decode(OverlapKind, table, name)
-    for name, table in catalog.data("overlaps.toml").items()
-}
+OVERLAPS = catalog.kinds(OverlapKind, "overlaps.toml")
 
 
 def fact(index: Floats, name: str, kinds: Mapping[str, Any] = KINDS) -> Floats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,10 +15,7 @@ class ScalingKind:
     only: str = ""
 
 
-KINDS: dict[str, ScalingKind] = {
-    name: codec.decode(ScalingKind, table, name)
-    for name, table in catalog.data("scalings.toml").items()
-}
+KINDS = catalog.kinds(ScalingKind, "scalings.toml")
 CALLED: dict[str, str] = {word: name for name, kind in KINDS.items() for word in kind.names}
 
 

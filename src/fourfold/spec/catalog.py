@@ -39,6 +39,11 @@ TINY = {
 }
 
 
+def kinds(cls: type[T], name: str) -> dict[str, T]:
+    """Entries of a data file by their names."""
+    return {one: codec.decode(cls, table, one) for one, table in data(name).items()}
+
+
 @functools.cache
 def _folder(name: str) -> dict[str, str]:
     """Stem -> file name of a data folder."""

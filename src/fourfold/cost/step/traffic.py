@@ -45,7 +45,7 @@ def tokens_s(c: Columns, coef: Coefficients, data: Floats) -> Floats:
     stride, size = c.etp, c.ep
     near, far = copies(c)
     beside = ranks_within(size, stride, c.domain)
-    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    inside = link_rate(c, coef, size, stride)
     outside = node_rate(c, coef, size, beside) / c.node
     moved = np.maximum(near * data / inside, far * data / outside) * c.fullest
     moved = moved / (coef["exchange"] * dispatch.fact(c.dispatcher, "rate"))
@@ -100,6 +100,16 @@ def straddles(c: Columns, size: Floats, stride: Floats, box: Floats) -> np.ndarr
     return (size > 1) & (c.gpus > box) & (span <= box) & (np.mod(box, span) != 0) & ~racks
 
 
+def together(c: Columns, size: Floats, stride: Floats, box: Floats) -> Floats:
+    """Members that surely share a box with one: none but itself where groups do not tile it."""
+    return np.where(straddles(c, size, stride, box), 1.0, ranks_within(size, stride, box))
+
+
+def link_rate(c: Columns, coef: Coefficients, size: ArrayLike, stride: ArrayLike) -> Floats:
+    """One-way bytes/s of a GPU to its group inside an NVLink domain."""
+    return np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+
+
 def wired_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
     """Share of a GPU's links that lead into its group.
 
@@ -122,9 +132,9 @@ def ring_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
 
 def group_rate(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """One-way bytes/s of each rank in a ring over the group."""
-    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    inside = link_rate(c, coef, size, stride)
     inside = inside * ring_share(c, size, stride)
-    in_node = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
+    in_node = together(c, size, stride, c.node)
     outside = node_rate(c, coef, size, in_node) * in_node / c.node
     return np.where(crosses(c, size, stride), np.minimum(inside, outside), inside)
 
@@ -147,7 +157,7 @@ def node_rate(c: Columns, coef: Coefficients, size: Floats, in_node: Floats) -> 
 
 def p2p_rate(c: Columns, coef: Coefficients, stride: Floats) -> Floats:
     """Bytes/s of one rank sending to the next pipeline stage; all ranks of a node send at once."""
-    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, PAIR, stride)
+    inside = link_rate(c, coef, PAIR, stride)
     share = node_rate(c, coef, 2.0 * np.ones_like(c.net), np.ones_like(c.net)) / c.node
     return np.where(stride >= c.domain, share, inside)
 
@@ -170,20 +180,16 @@ def exchange_s(
     Unlike in a ring, all ranks of a host send to other hosts at once: each has its share of the
     host's network. Links of both levels work at the same time.
     """
-    split = straddles(c, size, stride, c.domain)
-    beside = np.where(split, 1.0, ranks_within(size, stride, c.domain))
+    beside = together(c, size, stride, c.domain)
     near = (beside - 1.0) / np.maximum(1.0, size - 1.0)
-    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    inside = link_rate(c, coef, size, stride)
     outside = node_rate(c, coef, size, beside) / c.node
     return np.maximum(sent * near / inside, sent * (1.0 - near) / outside)
 
 
 def far_hops(c: Columns, size: Floats, stride: Floats) -> Floats:
     """Hops of a ring over the group that leave an NVLink domain: one for each domain but one."""
-    inside = np.where(
-        straddles(c, size, stride, c.domain), 1.0, ranks_within(size, stride, c.domain)
-    )
-    return np.ceil(size / inside) - 1.0
+    return np.ceil(size / together(c, size, stride, c.domain)) - 1.0
 
 
 def ring_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
