@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
 from fourfold.cost.ops.ends import embedding, handover, head, update
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.ops.op import NONE, Op
+from fourfold.cost.ops.op import NONE, Op, of_one
 from fourfold.cost.step.estimate import Once, StepOps, estimate, layer_times, once_ops, ops_s
 from fourfold.cost.step.rates import Rates, rates_of
 from fourfold.result.one_rank import OneRankResult, layer_s, micro_s
@@ -43,10 +42,10 @@ def predicted(c: Columns, coef: Coefficients, found: OneRankResult) -> StageComp
     )
     single = np.ones_like(c.pp)
     stage = replace(alike, layers=alike.layers / c.pp, pp=single)
-    parts = {name: _one(part) for name, part in estimate(stage, coef, ops).parts.items()}
+    parts = {name: of_one(part) for name, part in estimate(stage, coef, ops).parts.items()}
     computed = {name: s for name, s in parts.items() if s and name not in ("bubble", "jitter")}
     return StageCompute(
-        layer_s=_one(layer_times(stage, coef, micro=c.micro, layer=ops.layer).total),
+        layer_s=of_one(layer_times(stage, coef, micro=c.micro, layer=ops.layer).total),
         compute_s=sum(computed.values()),
         compute_parts_s=computed,
         peak_bytes=_peak_bytes(c, found),
@@ -56,7 +55,7 @@ def predicted(c: Columns, coef: Coefficients, found: OneRankResult) -> StageComp
 def joined(c: Columns, coef: Coefficients, found: OneRankResult) -> dict[str, float]:
     """Seconds of a step by part, of which the compute was measured. Other stages are taken to be as
     slow."""
-    slots = _one(c.share / c.micro)
+    slots = of_one(c.share / c.micro)
     rest_s = micro_s(found) - found.layers * layer_s(found)
     is_first, is_last = _ends(c, found)
 
@@ -77,15 +76,15 @@ def joined(c: Columns, coef: Coefficients, found: OneRankResult) -> dict[str, fl
     nothing: list[Op] = []
     ops = StepOps(layer, lambda *_: nothing, lambda *_: nothing, between, once)
     times = estimate(_alike(c, found), {**coef, "fixed_s": 0.0}, ops)
-    parts = {name: _one(part) for name, part in times.parts.items()}
+    parts = {name: of_one(part) for name, part in times.parts.items()}
     return {
         "compute, measured": found.compute_s,
         "tp": parts["tp_comm"],
         "cp": parts["cp_comm"],
         "ep": parts["ep_comm"],
         "dp": parts["fsdp_comm"] + parts["dp_comm"],
-        "pp": slots * _one(ops_s(handover(c, c.micro), rates_of(c, coef))),
-        "bubble": parts["bubble"] if _one(c.pp) > 1 else 0.0,
+        "pp": slots * of_one(ops_s(handover(c, c.micro), rates_of(c, coef))),
+        "bubble": parts["bubble"] if of_one(c.pp) > 1 else 0.0,
         "jitter": parts["jitter"],
     }
 
@@ -107,13 +106,9 @@ def _taking(ops: Iterable[Op], rates: Rates, seconds: Floats) -> list[Op]:
     return [*_sent(told), *(op._replace(share=op.share * ratio) for op in computed)]
 
 
-def _one(value: Any) -> float:
-    return float(np.reshape(value, -1)[0])
-
-
 def _ends(c: Columns, found: OneRankResult) -> tuple[bool, bool]:
     """Whether the stage holds the embedding, and the head."""
-    return found.stage == 0, found.stage == _one(c.pp) - 1
+    return found.stage == 0, found.stage == of_one(c.pp) - 1
 
 
 def _alike(c: Columns, found: OneRankResult) -> Columns:
@@ -131,7 +126,7 @@ def _peak_bytes(c: Columns, found: OneRankResult) -> float:
     between = usual.flight + 1.0 - found.stage  # of the stages between, each has one less
     flight = usual.flight if is_first or is_last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + found.layers, flight=flight)
-    return _one(stage_peak(c, layer_bytes(c), own, micros).total)
+    return of_one(stage_peak(c, layer_bytes(c), own, micros).total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +183,7 @@ def least_bytes(c: Columns) -> tuple[float, float, float, float]:
     c = replace(c, our_kernels=np.ones_like(c.our_kernels), imbalance=np.zeros_like(c.imbalance))
 
     def moved(ops: list[Op]) -> float:
-        return _one(sum(op.bytes for op in ops if op.kind in ("norm", "elementwise", "copy")))
+        return of_one(sum(op.bytes for op in ops if op.kind in ("norm", "elementwise", "copy")))
 
     layer = [op for op in decoder_layer(c, c.micro) if op.kind != "copy"]
     ends = moved(embedding(c, c.micro)), moved(head(c, c.micro))

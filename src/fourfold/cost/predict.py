@@ -21,7 +21,7 @@ from fourfold.cost.memory.held import kept_bytes
 from fourfold.cost.memory.peak import Memory, fit_chance, memory
 from fourfold.cost.ops.ends import embedding, handover, head
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.ops.op import Op
+from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate, once_ops, part_of
 from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
@@ -232,8 +232,8 @@ def operations(c: Columns, coef: Coefficients, parts_s: dict[str, float]) -> tup
 
 def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
     """Every operation, forwards, computed again and backwards."""
-    rates, micros = rates_of(c, coef), _one(c.share / c.micro)
-    stages, layers = _one(c.pp), _one(c.layers)
+    rates, micros = rates_of(c, coef), of_one(c.share / c.micro)
+    stages, layers = of_one(c.pp), of_one(c.layers)
     reductions, updates = once_ops(c)
     once = [*(op for both in reductions for op in both), *updates]
     lists: list[tuple[str, Iterable[Op], float]] = [
@@ -248,10 +248,10 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
         for op in ops:
             axis = op.axis.partition(" ")[0]
             own = part or {"dp": "dp_comm", "": "optimizer"}.get(axis if op in once else "-", "")
-            seconds = _one(_dp_s(c, op) if axis == "dp" else rates.seconds(op))
-            again = _one(op.again) if op.phase == "forward" else 0.0
+            seconds = of_one(_dp_s(c, op) if axis == "dp" else rates.seconds(op))
+            again = of_one(op.again) if op.phase == "forward" else 0.0
             row = _row(c, op, own or part_of(op), count, seconds)
-            rows.append(row if part else replace(row, keeps=_one(kept_bytes(c, [op], coef))))
+            rows.append(row if part else replace(row, keeps=of_one(kept_bytes(c, [op], coef))))
             if again:
                 more = {"phase": "recompute", "part": part or "recompute", "times": again * count}
                 rows.append(replace(row, **more, alone_s=again * row.alone_s))
@@ -264,11 +264,11 @@ def _dp_s(c: Columns, op: Op) -> Any:
 
 
 def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
-    shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind.endswith("product") else ()
-    flops = 2.0 * float(np.prod(shape)) * _one(op.groups) if shape else 0.0
+    shape = (of_one(op.m), of_one(op.n), of_one(op.k)) if op.kind.endswith("product") else ()
+    flops = 2.0 * float(np.prod(shape)) * of_one(op.groups) if shape else 0.0
     if op.kind == "attention":  # the causal half of two products, and of four backwards
         square = 4.0 * op.m * (c.seq / c.cp) * (c.core_width / c.tp) * c.reach
-        flops = _one(square) / (2.0 if op.phase == "forward" else 1.0)
+        flops = of_one(square) / (2.0 if op.phase == "forward" else 1.0)
     copies = sent_copies(c) if op.axis == "ep" else 1.0
     return OpRow(
         name=op.name,
@@ -277,14 +277,10 @@ def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
         axis=op.axis,
         part=part,
         shape=shape,
-        times=count * _one(op.share * op.times),
+        times=count * of_one(op.share * op.times),
         flops=flops,
-        bytes=_one(op.bytes * op.halves * copies),
+        bytes=of_one(op.bytes * op.halves * copies),
         keeps=0.0,
         alone_s=count * seconds,
         step_s=0.0,
     )
-
-
-def _one(value: Any) -> float:
-    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])

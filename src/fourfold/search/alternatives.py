@@ -118,10 +118,13 @@ def tie_width(entry: FittedStack) -> float:
     return ONE_SIDED_80 * sqrt(2.0) * sd
 
 
-def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
-    """[moves, candidates] step seconds with one coefficient moved at a time."""
+def _moved(ranking: Ranking, count: int) -> tuple[list[tuple[Coefficient, float]], Floats]:
+    """(what is moved and how far, [moves, candidates] seconds of the first candidates with one
+    coefficient moved at a time)."""
+    entry, c = ranking.query.entry, ranking.predicted.columns.take(slice(count))
+    ends = moves(entry, "time")
     step = estimate(c, moved_coefficients(entry, ends)).step_s
-    return np.broadcast_to(step, (len(ends), len(c)))
+    return ends, np.broadcast_to(step, (len(ends), len(c)))
 
 
 def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
@@ -130,10 +133,8 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
     count = min(LOOKED_AT, len(ranking))
     if count < 2:
         return ()
-    entry = ranking.query.entry
-    ends = moves(entry, "time")
+    ends, step = _moved(ranking, count)
     # What simulation added to the closed form stays added.
-    step = _moved_s(ranking.predicted.columns.take(slice(0, count)), entry, ends)
     step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
     turned: list[Reversal] = []
     for (coefficient, other), row in zip(ends, step, strict=True):
@@ -145,7 +146,7 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
             reversal = Reversal(
                 knob=coefficient.name,
                 about=coefficient.about,
-                value=entry.coefficients[coefficient.name],
+                value=ranking.query.entry.coefficients[coefficient.name],
                 other=other,
                 winner=winner + 1,
                 layout=ranking.layout(winner),
@@ -166,12 +167,11 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     """
     if not len(ranking):
         return []
-    entry = ranking.query.entry
     apart = np.abs(np.log(ranking.step_s[:LOOKED_AT] / ranking.step_s[0]))
-    tied = 1 + int(np.max(np.flatnonzero(apart <= 2.0 * tie_width(entry)), initial=0))
+    tied = 1 + int(np.max(np.flatnonzero(apart <= 2.0 * tie_width(ranking.query.entry)), initial=0))
     if tied < 2:
         return []
-    step = _moved_s(ranking.predicted.columns.take(slice(0, tied)), entry, moves(entry, "time"))
+    _, step = _moved(ranking, tied)
     ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
     spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80
     gap = np.log(ranking.step_s[:tied] / ranking.step_s[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from fourfold.cost.columns import Coefficients, Columns
 from fourfold.cost.count.params import RankParams, rank_params, stage_layers
 from fourfold.cost.ops.ends import head
 from fourfold.cost.ops.layer import decoder_layer
-from fourfold.cost.ops.op import Op
+from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.step.rates import Rates
 from fourfold.spec.run import RunSpec
 from fourfold.traces import parts
@@ -128,7 +127,7 @@ def _listed_products(run: Examined, rates: Rates) -> float:
     """Of kernels without shapes: what the run has to multiply."""
     c, kinds = rates.c, ("product", "grouped product")
     layer, end = (
-        sum(_one(rates.seconds(op)) for op in ops if op.kind in kinds)
+        sum(of_one(rates.seconds(op)) for op in ops if op.kind in kinds)
         for ops in (decoder_layer(c, c.micro), head(c, c.micro))
     )
     return run.counts.micro_batches * (run.counts.layers * layer + end)
@@ -138,20 +137,20 @@ def _product_s(rates: Rates, m: int, n: int, k: int, groups: int, of: str, part:
     """Experts have equal shares of the rows."""
     one = np.ones(1)
     if part != parts.EXPERTS:
-        return groups * _one(
+        return groups * of_one(
             rates.product(Op(name="", kind="product", m=m * one, n=n * one, k=k * one))
         )
     shared = (m, k / groups) if of == "weights" else (m / groups, k)
     phase = "weights" if of == "weights" else "forward"
     op = Op(name="", kind="grouped product", phase=phase, groups=groups * one, m=shared[0] * one,
             n=n * one, k=shared[1] * one)  # fmt: skip
-    return _one(rates.grouped_product(op))
+    return of_one(rates.grouped_product(op))
 
 
 def _attention(run: Examined, rates: Rates) -> dict[str, float]:
     c, micro = rates.c, run.shapes.sequences * np.ones(1)
-    there = _one(rates.attention(Op(name="", kind="attention", m=micro)))
-    back = _one(rates.attention(Op(name="", kind="attention", phase="inputs", m=micro)))
+    there = of_one(rates.attention(Op(name="", kind="attention", m=micro)))
+    back = of_one(rates.attention(Op(name="", kind="attention", phase="inputs", m=micro)))
     if not np.isfinite(there + back) or not len(c):
         return {}
     return {parts.ATTENTION: run.counts.forwards * there + run.counts.backwards * back}
@@ -171,14 +170,15 @@ def _over_memory(run: Examined, rates: Rates, c: Columns) -> dict[str, float]:
     ends = [op for op in head(compiled, compiled.micro) if op.kind in ("norm", "elementwise")]
     again = counts.again.share
     of_layer = sum(
-        _one(rates.seconds(op)) * (1.0 + (again if op.phase == "forward" else 0.0)) for op in layer
+        of_one(rates.seconds(op)) * (1.0 + (again if op.phase == "forward" else 0.0))
+        for op in layer
     )
     micros, has_head = (
         counts.micro_batches,
         run.is_graphed or parts.HEAD in run.placed.part.values(),
     )
-    loss = sum(_one(rates.seconds(op)) for op in ends if op.kind != "norm")
-    norm = sum(_one(rates.seconds(op)) for op in ends if op.kind == "norm")
+    loss = sum(of_one(rates.seconds(op)) for op in ends if op.kind != "norm")
+    norm = sum(of_one(rates.seconds(op)) for op in ends if op.kind == "norm")
     passes = micros * (counts.layers * of_layer + norm) + _added_s(run, c)
     small = list(run.placed.part.values()).count(parts.ELEMENTWISE) / len(run.times)
     weights = _of_weights(run, c)
@@ -193,7 +193,7 @@ def _added_s(run: Examined, c: Columns) -> float:
     """Gradients of later micro batches are added to those of earlier ones."""
     assert run.spec is not None
     held = _params(run, run.spec).held
-    return (run.counts.micro_batches - 1) * 8.0 * held / (0.75 * _one(c.hbm))
+    return (run.counts.micro_batches - 1) * 8.0 * held / (0.75 * of_one(c.hbm))
 
 
 def _params(run: Examined, spec: RunSpec) -> RankParams:
@@ -212,11 +212,13 @@ def _of_weights(run: Examined, c: Columns) -> dict[str, float]:
     assert spec is not None
     params = _params(run, spec)
     width = 2 if run.value("weights") == "bf16" else 4
-    rate = _one(c.hbm)
+    rate = of_one(c.hbm)
     bytes_of = _UPDATE_VALUES * width
     ours = run.value("engine") == "fourfold" and spec.policy.compile
     if ours:  # clipping is part of the update; see cost/ops/ends.py
-        bytes_of = 2.0 * (_one(c.param_bytes) + _one(c.moment_bytes)) + 2.0 * _one(c.act_bytes)
+        bytes_of = 2.0 * (of_one(c.param_bytes) + of_one(c.moment_bytes)) + 2.0 * of_one(
+            c.act_bytes
+        )
         bytes_of += 2.0 if width == 4 else 0.0
     update = bytes_of * params.owned / (_UPDATE_RATE[width] * rate)
     is_mixed = width == 4 and run.value("precision") in ("bf16", "fp16", "fp8") and not ours
@@ -238,8 +240,4 @@ def _routing(run: Examined, c: Columns) -> dict[str, float]:
     passes = _PLAIN_PASSES if plain else _FUSED_PASSES
     rows = shapes.expert_rows * shapes.hidden * 2.0
     layers = run.counts.micro_batches * run.counts.layers
-    return {parts.ROUTING: layers * passes * rows / (0.75 * _one(c.hbm))}
-
-
-def _one(value: Any) -> float:
-    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+    return {parts.ROUTING: layers * passes * rows / (0.75 * of_one(c.hbm))}

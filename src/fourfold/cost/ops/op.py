@@ -55,6 +55,11 @@ class Op(NamedTuple):
     holds: Floats = NONE
 
 
+def of_one(column: Any) -> float:
+    """The number of a single run, or of the first."""
+    return float(np.reshape(column, -1)[0])
+
+
 class Sizes:
     """Of one micro batch in a layer of one rank: tokens, widths, and what a backward pass computes
     again."""
