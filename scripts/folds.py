@@ -19,13 +19,12 @@ from famous import TABLES, famous_rows
 from fourfold.commands.fit import fold_tables
 from fourfold.cost.fit.accuracy import Result, fold_scores, study, timed_rows
 from fourfold.cost.fit.calibration import shipped
+from fourfold.cost.fit.fit import HOLD
 from fourfold.cost.fit.folds import KINDS
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.show.table import render
 from fourfold.verbs.fit import Scores
-
-HOLD = 0.82
 
 
 def tables_of(folder: Path) -> list[Rows]:

@@ -14,12 +14,14 @@ import pytest
 
 import fourfold
 from fourfold.commands.fit import fold_tables
+from fourfold.cost.columns import Floats
 from fourfold.cost.fit.accuracy import FoldScore, Score, group_labels, timed_rows
-from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
+from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, Calibration, shipped
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
 from fourfold.cost.fit.validate import held_out, left_out_of
 from fourfold.cost.stacks import family_of
+from fourfold.cost.table.predict import predict
 from fourfold.events import OnEvent
 from fourfold.search.alternatives import tie_width
 from fourfold.verbs.fit import Scores, score
@@ -128,6 +130,27 @@ def test_two_tables_with_rows_of_one_source_keep_their_own_numbers() -> None:
     assert [tuple(row[:5]) for row in sources.rows] == [
         ("mpt", "139", "2.5", "-", "4.0"), ("mpt", "3", "30.0", "-", "-")
     ]  # fmt: skip
+
+
+def test_intervals_of_an_engine_are_as_wide_as_its_rows_ask_for() -> None:
+    """Rows as predicted; all somewhat off; every fourth far off. Few rows say little."""
+    rows = table("par4d")
+    (entry,) = (e for e in fit_entries(sample([rows]), rounds=1) if e.cluster == "tsubame4")
+    mine = rows.usable & (keys_of(rows) == entry.key)
+    step_s = predict(rows, Calibration(name="one", sources=(), entries=(entry,))).step_s
+    random = np.random.default_rng(0)
+    even = random.normal(size=len(step_s))
+    tails = np.where(random.integers(4, size=len(step_s)) == 0, np.sign(even), 0.0)
+
+    def width(off: Floats, every: int = 1) -> float:
+        kept = mine & (np.cumsum(mine) % every == 0)
+        made = replace(rows, step_s=step_s * np.exp(off), usable=kept)
+        (found,) = fit_entries(sample([made]), rounds=1)
+        return found.width
+
+    exact = width(0.001 * even)
+    assert 0.4 < exact < width(0.03 * even) < 1.0 < width(0.3 * tails)
+    assert exact < width(0.001 * even, every=8) - 0.2 < 0.8
 
 
 def test_layouts_a_tie_apart_are_in_order_four_times_in_five() -> None:

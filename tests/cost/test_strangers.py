@@ -16,7 +16,7 @@ from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.coefficients import BY_NAME, TIME, defaults
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
-from fourfold.cost.fit.interval import HOST, SCATTER, TWO_SIDED_80, StepInterval
+from fourfold.cost.fit.interval import HOST, PER_DOUBLING, SCATTER, TWO_SIDED_80, StepInterval
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import (
     ends_s,
@@ -183,6 +183,21 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
     assert "nothing of this stack was measured" in StepInterval(c, entry, times).why_wide()[0]
     assert "nothing measured within" in StepInterval(c, entry, times).why_wide()[0]
     assert StepInterval(c, replace(entry, **known), times).why_wide() == [""]
+
+
+def test_a_width_counts_within_measured_ranges_and_by_half_a_doubling_further() -> None:
+    c = run(seq=8192)
+    entry = replace(shipped().entry("nobody-2024", "nowhere", "h")[0], ranges={})
+    times = estimate(c, entry.coefficients)
+
+    def half(width: float, least_seq: float) -> float:
+        ranges = {"seq": (least_seq, 20.0)}  # log2
+        return float(StepInterval(c, replace(entry, width=width, ranges=ranges), times).half[0])
+
+    inside = half(1.0, 10.0)
+    assert half(0.5, 10.0) == pytest.approx(0.5 * inside)
+    assert half(0.5, 14.0) == pytest.approx(np.hypot(0.75 * inside, PER_DOUBLING))
+    assert half(0.5, 15.0) == pytest.approx(np.hypot(0.875 * inside, 2.0 * PER_DOUBLING))
 
 
 def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:

@@ -45,7 +45,8 @@ class FittedStack:
 
     `informed` says of each coefficient that was fitted how much the rows narrowed its prior (0
     nothing, 1 all); `noise` is the spread of log(measured / predicted) that no coefficient
-    explains, or, without rows, of what is unknown; `ranges` what was measured of each axis (log2);
+    explains, or, without rows, of what is unknown; `width` what its intervals are times those of a
+    stack that is like most; `ranges` what was measured of each axis (log2);
     `counts` the rows behind each choice (fit/interval.py); `basis` what all of it rests on.
     """
 
@@ -57,6 +58,7 @@ class FittedStack:
     rows_time: int = 0
     rows_memory: int = 0
     noise: float = NOWHERE
+    width: float = 1.0
     ranges: Ranges = field(default_factory=dict)
     errors_pct: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class FittedStack:
             _within(usual / WIDEST_FACTOR, (usual or 1.0) * WIDEST_FACTOR, **{name: value})
         if unknown := [name for name in entry.informed if name not in entry.coefficients]:
             raise UserError("has no value in knobs", field="informed", value=unknown[0])
-        _within(0.0, 10.0, noise=entry.noise)
+        _within(0.0, 10.0, noise=entry.noise, width=entry.width)
         _within(0.0, 1.0, **entry.informed)
         _within(0, 1e12, **entry.counts)
         _within(0, 1e12, rows_time=entry.rows_time, rows_memory=entry.rows_memory)

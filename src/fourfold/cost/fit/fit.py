@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Floats
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import ROUTED, FittedStack, blend, states
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIGHT, TIME
 from fourfold.cost.fit.folds import Places, Sample, joined_samples
-from fourfold.cost.fit.interval import counts
+from fourfold.cost.fit.interval import StepInterval, counts
 from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
@@ -31,6 +31,8 @@ STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
 USUAL_ROWS, USUAL_NOISE = 12.0, 0.05  # what a fit leaves of other keys, as so many rows
+# What intervals should hold of a key's rows; and as how many rows the usual width counts.
+HOLD, USUAL_WIDTH_ROWS = 0.82, 50.0
 FEWEST_FOR_RANGE = 4
 NOTHING: Mapping[str, float] = {}
 
@@ -218,23 +220,37 @@ def memory_misfit(rows: Sample, groups: Places) -> Misfit:
 
 
 def _timed(entry: FittedStack, rows: Sample, left: Floats) -> FittedStack:
-    return replace(
+    made = replace(
         entry,
         rows_time=len(rows),
         noise=noise_of(left, len(entry.free_time), is_routed=has_experts(entry.stack)),
         ranges=ranges(rows.columns) if len(rows) >= FEWEST_FOR_RANGE else {},
         counts=counts(rows.columns),
     )
+    return replace(made, width=width_of(left, made, rows.columns))
+
+
+def width_of(left: Floats, entry: FittedStack, c: Columns) -> float:
+    """Times the usual width that holds these rows, by what the fit left of them, with the usual one
+    as so many rows more: some engines are easier to predict than others."""
+    usual = StepInterval(c, entry, estimate(c, entry.coefficients)).usual
+    count = left.size
+    ratio = np.quantile(np.abs(left) / usual, HOLD) * np.sqrt(_used(count, len(entry.free_time)))
+    return float((count * ratio + USUAL_WIDTH_ROWS) / (count + USUAL_WIDTH_ROWS))
 
 
 def noise_of(left: Floats, free: int, *, is_routed: bool = False) -> float:
     """Robust size of what a fit of so many free coefficients leaves, with a usual one as so many
     rows more: few rows cannot tell."""
     count = left.size
-    used = count / max(count - free, count / 2.0)
-    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
+    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * _used(count, free)
     usual = USUAL_NOISE * (ROUTED if is_routed else 1.0)
     return float(np.sqrt((count * own + USUAL_ROWS * usual**2) / (count + USUAL_ROWS)))
+
+
+def _used(count: int, free: int) -> float:
+    """How much larger errors of new rows are (squared), for what the fit took to itself."""
+    return count / max(count - free, count / 2.0)
 
 
 def _sized(entry: FittedStack, rows: Sample, _: Floats) -> FittedStack:

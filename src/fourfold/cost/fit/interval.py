@@ -77,13 +77,22 @@ class StepInterval:
     @cached_property
     def half(self) -> Floats:
         """Half of the interval (log), the network known."""
-        total = np.full(len(self.c), scatter(self.entry) ** 2)
         # One after the other: numpy adds a row in another order when it stands alone.
+        square = np.zeros(len(self.c))
+        for away in offsets(self.c, self.entry.ranges).values():
+            square = square + away**2
+        far = np.sqrt(square)
+        each = PER_DOUBLING * (ROUTED_AWAY if has_experts(self.entry.stack) else 1.0)
+        # Each doubling beyond what was measured takes back half of what its rows said.
+        own = 1.0 + (self.entry.width - 1.0) * 0.5**far
+        return np.hypot(own * self.usual, each * far)
+
+    @cached_property
+    def usual(self) -> Floats:
+        """Half of the interval (log) within measured ranges, of a stack that is like most."""
+        total = np.full(len(self.c), scatter(self.entry) ** 2)
         for doubt in self._doubts.T:
             total = total + doubt**2
-        each = PER_DOUBLING * (ROUTED_AWAY if has_experts(self.entry.stack) else 1.0)
-        for away in offsets(self.c, self.entry.ranges).values():
-            total = total + (each * away) ** 2
         return np.sqrt(total)
 
     @cached_property
