@@ -41,6 +41,7 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -159,15 +160,12 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
     tokens_s = query.batch.tokens / step_s / query.gpus
-    spec, counted_of = ranking.spec(i), FlopsQuery.of_spec(ranking.spec(i))
-    flops, causal = (
-        float(convention(name).count(counted_of).printed) for name in (query.convention, "causal")
-    )
+    spec = ranking.spec(i)
+    flops, causal = (_flops_per_token(spec, rule) for rule in (query.convention, "causal"))
     parts = parts_of(ranking, i)
     power_w = _power_w(query, parts, float(c.peak_low[0] / c.peak[0]), causal * tokens_s)
     took = train.of_row(i, power_w)
     hours = (took.get("training_s") or step_s) * query.gpus / 3600.0
-    price = query.cluster.price_per_gpu_hour
     return PlanRow(
         rank=i + 1,
         layout=spec.layout,
@@ -192,11 +190,15 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
         gpu_hours_of="training" if took else "step",
         **took,
         ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
-        cost=hours * price if price is not None else None,
+        cost=hours * price if (price := query.cluster.price_per_gpu_hour) is not None else None,
         evidence=evidence(query, c),
         provenance=provenance(c, query.entry)[0],
         outside=tuple(outside(query, c)),
     )
+
+
+def _flops_per_token(spec: RunSpec, rule: str) -> float:
+    return float(convention(rule).count(FlopsQuery.of_spec(spec)).printed)
 
 
 def _note(ranking: Ranking, i: int) -> str:
