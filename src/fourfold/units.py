@@ -137,6 +137,8 @@ def show_bytes(count: float) -> str:
 
 def show_seconds(seconds: float) -> str:
     """Seconds for people: 0.0012 -> '1.20 ms', 1.0768 -> '1.077 s', 600 -> '600.00 s'."""
+    if seconds == 0:
+        return "0 s"
     if abs(seconds) >= 1:
         return f"{seconds:.3f} s" if abs(seconds) < 100 else f"{seconds:.2f} s"
     if abs(seconds) >= 1e-3:

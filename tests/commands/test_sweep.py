@@ -116,7 +116,7 @@ def test_predictions_are_kept_with_the_runs(tmp_path, file, ran, cli) -> None:
     assert score["missed_oom"] == 1
     out = cli("report", "--runs", tmp_path / "runs")
     assert "Planner's score (a rough guess from the cores): median error" in out
-    assert "fit right in 5 of 6, 1 out-of-memory not foreseen" in out
+    assert "whether it fits right for 5 of 6, 1 out-of-memory not foreseen" in out
 
 
 def test_conditions_on_predictions_skip_runs(tmp_path, file, ran, cli) -> None:

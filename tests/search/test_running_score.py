@@ -62,7 +62,7 @@ def test_fit_verdicts_count_out_of_memory_runs() -> None:
     ]
     (score,) = scores(stored_predictions(runs))
     assert (score.fit_runs, score.fit_right, score.missed_oom) == (4, 2, 1)
-    assert "fit right in 2 of 4, 1 out-of-memory not foreseen" in str(score)
+    assert "whether it fits right for 2 of 4, 1 out-of-memory not foreseen" in str(score)
 
 
 def test_each_basis_has_its_own_score() -> None:
@@ -76,4 +76,4 @@ def test_each_basis_has_its_own_score() -> None:
 def test_only_an_out_of_memory_is_still_a_score() -> None:
     (score,) = scores(stored_predictions([run(1.0, 0.0, outcome="oom")]))
     assert score.median_error_pct is None
-    assert str(score).endswith("fit right in 0 of 1, 1 out-of-memory not foreseen")
+    assert str(score).endswith("whether it fits right for 0 of 1, 1 out-of-memory not foreseen")

@@ -181,8 +181,8 @@ def make_season(tables: Sequence[str], shipped: Calibration) -> dict[str, str]:
 def read_season(folder: str) -> Season:
     base = Path(folder)
     if not (base / "tasks.csv").is_file():
-        hint = "name a folder with tasks.csv and answers.csv, such as exam/season1 of the source"
-        raise UserError("is no season of an exam", field="folder", value=folder, hint=hint)
+        hint = "name a season, a folder with tasks.csv and answers.csv, such as exam/season1"
+        raise UserError("has no tasks.csv", field="folder", value=folder, hint=hint)
     tasks = read_table(base / "tasks.csv")
     text = files.read_text(base / "answers.csv", field="answers")
     answers = {row["row_id"]: row for row in csv.DictReader(text.splitlines())}

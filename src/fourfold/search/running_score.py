@@ -55,7 +55,7 @@ class RunningScore:
             )
         if self.fit_runs:
             missed = f", {self.missed_oom} out-of-memory not foreseen" if self.missed_oom else ""
-            parts.append(f"fit right in {self.fit_right} of {self.fit_runs}{missed}")
+            parts.append(f"whether it fits right for {self.fit_right} of {self.fit_runs}{missed}")
         if self.regret is not None:
             parts.append(f"regret of its first choice {self.regret:.3f}")
         return f"Planner's score ({self.basis}): {'; '.join(parts)}"

@@ -234,7 +234,11 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
     params, tokens, tp = request.params or 0, request.tokens, request.tp or 8
     check.that(1e6 <= params <= 1e13, "params", params, "must be from 1e6 to 1e13")
     if tokens is None:
-        raise UserError("is required", field="tokens", hint="params are compared by days")
+        raise UserError(
+            "is required",
+            field="tokens",
+            hint="such as 1T: shapes are compared by days of training",
+        )
     check.that(0 < tokens < 1e18, "tokens", tokens, "must be above 0")
     # The model is only the family to vary.
     family = PlanRequest(
