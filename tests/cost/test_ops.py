@@ -12,6 +12,7 @@ from fourfold.commands.plan import operations_table
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.calibration import shipped
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.one_rank import joined, predicted
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.weights import weights
@@ -95,7 +96,7 @@ def test_products_are_those_of_the_model():
     flops = dict.fromkeys(("forward", "inputs", "weights"), 0.0)
     for op in products:
         flops[op.phase] += 2.0 * float((op.m * op.n * op.k)[0])
-    layer = 2 * 8192 * 2 * float(c.rank_layer_weights[0])
+    layer = 2 * 8192 * 2 * float(DENSE.on_rank(c)[0])
     assert flops == dict.fromkeys(flops, pytest.approx(layer))
 
 
@@ -127,7 +128,7 @@ def test_hybrid_shards_sum_gradients_over_replicas():
     )
     assert not [op for op in weights(whole) if op.axis == "replicas"]
     [summed] = [op for op in weights(hybrid) if op.axis == "replicas"]
-    sent = hybrid.rank_layer_weights * hybrid.grad_bytes
+    sent = DENSE.on_rank(hybrid) * hybrid.grad_bytes
     assert (float((summed.bytes * 8)[0]), float(summed.times[0])) == (float(sent[0]), 1.0)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fourfold.cost.fit.calibration import gpu_entry, load, shipped
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.ends import update
 from fourfold.cost.ops.layer import decoder_layer, weights
@@ -85,11 +86,11 @@ def test_bytes_are_those_of_tensors_read_and_written_once():
     assert back == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * 2 * f + f)
     params = np.array([1e9])
     # fp32 weights and two moments both ways, bf16 gradients twice, bf16 copies once.
-    assert moved(update(c, params, params), "update", "copy") == 1e9 * (24 + 4 + 2)
+    assert moved(update(c, params, DENSE), "update", "copy") == 1e9 * (24 + 4 + 2)
     assert moved(weights(c), "weights", "copy") == 0
     two = columns(run(batch=2))
-    assert moved(update(two, params, params), "update", "copy") == 1e9 * (24 + 8 + 2)
-    held = float(two.rank_layer_weights[0])
+    assert moved(update(two, params, DENSE), "update", "copy") == 1e9 * (24 + 8 + 2)
+    held = float(DENSE.on_rank(two)[0])
     assert moved(weights(two), "weights", "copy") == held * (2 + 8) / 2
 
 

@@ -15,6 +15,7 @@ from fourfold.cost.fit.accuracy import Result, score
 from fourfold.cost.fit.calibration import blend, shipped
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.fit.pairs import pair_scores
+from fourfold.cost.kinds import KINDS, active_weights
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
@@ -46,7 +47,7 @@ def run(model: str, layout: str, gpus: int, gpu: str = "h100-80gb", **policy: ob
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_that_are_counted(name: str) -> None:
     c, model = run(name, "dp8", 8), catalog.model(name)
-    layers = float((c.layers * (c.layer_weights + c.expert_weights))[0])
+    layers = float((c.layers * sum(kind.count(c) for kind in KINDS.values()))[0])
     ends = 2 * model.vocab * model.hidden
     counted = model_params(model, 4096) + mtp_params(model)
     assert layers + ends == pytest.approx(counted, rel=1e-3)
@@ -61,7 +62,7 @@ def test_products_are_those_a_token_meets(name: str) -> None:
         for op in products
         if op.phase == "forward"
     )
-    assert flops == pytest.approx(2.0 * 4096 * float(c.active_weights[0]), rel=1e-6)
+    assert flops == pytest.approx(2.0 * 4096 * float(active_weights(c)[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_a_row_says_where_its_experts_lie(tmp_path: Path) -> None:
     assert (rows.stack[0], rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
     c = rows.columns
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
-    total = float((c.layers * (c.layer_weights + c.expert_weights))[0]) + 2 * 129280 * 7168
+    total = float((c.layers * sum(kind.count(c) for kind in KINDS.values()))[0]) + 2 * 129280 * 7168
     assert total == pytest.approx(671.0e9, rel=2e-3)
 
 

@@ -17,6 +17,7 @@ from fourfold.cost.fit.coefficients import BY_NAME, TIME, defaults
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.interval import HOST, PER_DOUBLING, SCATTER, TWO_SIDED_80, StepInterval
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import (
     ends_s,
@@ -75,7 +76,7 @@ def test_any_note_is_read(note: str) -> None:
 def test_a_head_size_reaches_widths_and_weights() -> None:
     plain, wide = changed("par4d"), changed("par4d", note="head size 256")
     assert wide.columns.width[0] == 256 * wide.columns.heads[0]
-    assert wide.columns.layer_weights[0] > plain.columns.layer_weights[0]
+    assert DENSE.count(wide.columns)[0] > DENSE.count(plain.columns)[0]
 
 
 def test_an_open_field_takes_the_best_that_fits() -> None:

@@ -162,53 +162,6 @@ class Columns:
         return self.width - self.heads * self.shared_key + self.values
 
     @property
-    def attention_weights(self) -> Floats:
-        plain = 2.0 * self.hidden * self.width + 2.0 * self.hidden * self.kv_width
-        if not np.any(self.latent > 0):
-            return plain
-        narrow = self.q_latent * (self.hidden + self.width)
-        queries = np.where(self.q_latent > 0, narrow, self.hidden * self.width)
-        keys = self.hidden * (self.latent + self.shared_key) + self.latent * self.latent_width
-        return np.where(self.latent > 0, queries + keys + self.hidden * self.values, plain)
-
-    @property
-    def layer_weights(self) -> Floats:
-        """Weights of one layer's products over all tensor ranks, mean over layers; routed experts'
-        apart."""
-        mlp = (2.0 + self.gated) * self.hidden
-        dense = self.attention_weights + mlp * self.ffn
-        if not np.any(self.experts > 0):
-            return dense
-        own = self.attention_weights + mlp * self.shared_ffn + self.hidden * self.experts
-        return (1.0 - self.routed) * dense + self.routed * own
-
-    @property
-    def expert_weights(self) -> Floats:
-        """Of all routed experts of one layer, mean over layers."""
-        each = (2.0 + self.gated) * self.hidden * self.expert_ffn
-        return self.routed * self.experts * each
-
-    @property
-    def rank_expert_weights(self) -> Floats:
-        """Those that one rank holds."""
-        return self.expert_weights / (self.ep * self.etp)
-
-    @property
-    def active_weights(self) -> Floats:
-        """Of one layer, that a token meets."""
-        return self.layer_weights + self.expert_weights * self.top_k / np.maximum(1, self.experts)
-
-    @property
-    def expert_copies(self) -> Floats:
-        """Ranks that hold the same slice of the same experts, and see other tokens."""
-        return self.dp * self.cp * self.tp / (self.ep * self.etp)
-
-    @property
-    def expert_shard(self) -> Floats:
-        """... over which ZeRO divides experts."""
-        return np.maximum(1.0, self.shard * self.tp / (self.ep * self.etp))
-
-    @property
     def fullest(self) -> Floats:
         """Tokens of the fullest rank's experts against the mean: the largest of ep sums over the
         experts of a rank, by the tail of a normal distribution."""
@@ -219,11 +172,6 @@ class Columns:
         most = np.minimum(self.ep, 1.0 + spread)
         kept = np.where(self.dropped_above > 0, np.minimum(most, self.dropped_above), most)
         return np.where(self.experts > 0, kept, 1.0)
-
-    @property
-    def rank_layer_weights(self) -> Floats:
-        """Those of one tensor rank."""
-        return self.layer_weights / self.tp
 
     @property
     def tokens(self) -> Floats:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.memory.held import layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
@@ -187,4 +188,4 @@ def least_bytes(c: Columns) -> tuple[float, float, float, float]:
 
     layer = [op for op in decoder_layer(c, c.micro) if op.kind != "copy"]
     ends = moved(embedding(c, c.micro)), moved(head(c, c.micro))
-    return moved(layer), *ends, moved(update(c, c.shards))
+    return moved(layer), *ends, moved(update(c, c.shards, DENSE))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats, columns
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.run import device_facts
 from fourfold.cost.step.estimate import ends_s, layer_times
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
@@ -87,7 +88,7 @@ def layer_rates(shapes: Sequence[LayerShape], kernels: Kernels) -> Floats:
     times = layer_times(c, kernels.coefficients, micro=c.micro)
     seconds = sum(times.parts[name] for name in ("gemm", "attention", "elementwise"))
     tokens = c.micro * c.seq
-    return tokens * (6.0 * c.layer_weights + 12.0 * c.width * c.reach) / c.tp / seconds
+    return tokens * (6.0 * DENSE.count(c) + 12.0 * c.width * c.reach) / c.tp / seconds
 
 
 def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.held import beside_bytes, layer_bytes, least_state, most_state
 from fourfold.cost.memory.peak import (
     GIB,
@@ -147,7 +148,7 @@ def _halves(table: PointTable, coef: Coefficients) -> _Halves:
     first, group = _groups(table.rows)
     shape = (len(first), asked.shape[1])
     beside = (np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, np.inf))
-    params = np.zeros((2, len(first), 3))
+    params = np.zeros((len(KINDS), len(first), 3))
 
     def fill(some: Places) -> None:
         row = first[some]

@@ -69,6 +69,9 @@ class FlopsQuery:
     def of_columns(cls, c: Columns, *, learned_positions: Number) -> FlopsQuery:
         """Ungated families have LayerNorm and biases (13 L d in all), gated ones RMSNorm and none;
         `learned_positions`: 1 where the model has a table of them, a row a token."""
+        from fourfold.cost.kinds import KINDS, active_weights  # needs NumPy
+
+        held = sum(kind.count(c) for kind in KINDS.values())
         small = c.gated * 2.0 * c.hidden + (1.0 - c.gated) * (9.0 * c.hidden + c.ffn)
         ends = (2.0 - c.tied) * c.vocab * c.hidden + (2.0 - c.gated) * c.hidden
         return cls(
@@ -78,10 +81,8 @@ class FlopsQuery:
             vocab=c.vocab,
             seq_len=c.seq,
             reach=c.reach,
-            params=c.layers * (c.layer_weights + c.expert_weights + small)
-            + ends
-            + learned_positions * c.seq * c.hidden,
-            layer_weights=c.active_weights - c.routed * c.hidden * c.experts,
+            params=c.layers * (held + small) + ends + learned_positions * c.seq * c.hidden,
+            layer_weights=active_weights(c) - c.routed * c.hidden * c.experts,
             tp=c.tp,
             pp=c.pp,
             recompute_share=c.full_ckpt,

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, joined
+from fourfold.cost.kinds import DENSE
 from fourfold.cost.stacks import family_of
 from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.reference import RowTable
@@ -196,7 +197,7 @@ def labels(rows: Rows, kind: str) -> NDArray[np.str_]:
     by_range = {
         "dp": np.log2(c.dp) // 2,
         "nodes": np.ceil(np.log2(np.maximum(1.0, c.gpus / c.node))),
-        "size": np.floor(np.log2(c.layers * c.layer_weights)),
+        "size": np.floor(np.log2(c.layers * DENSE.count(c))),
         "seq": np.floor(np.log2(c.seq)),
     }
     return by_range[kind].astype(np.int64).astype(str)

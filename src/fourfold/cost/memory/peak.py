@@ -18,6 +18,7 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.interval import TWO_SIDED_80
+from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.held import kept_bytes, layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import around_bytes, stages
@@ -27,8 +28,7 @@ from fourfold.cost.ops.op import Sizes
 from fourfold.cost.step.pipeline import in_flight, stage_layers
 
 GIB = 2.0**30
-# Parameters of a rank, or bytes of one: all but experts', and experts'.
-Params = tuple[Floats, Floats]
+Params = list[Floats]  # of a rank, or bytes of one, by KINDS
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
 # Half width (log) that no fit removes: 8 of 10 held-out runs of bloom are within 7.5%. Of our own
@@ -73,12 +73,12 @@ def weight_bytes(c: Columns) -> Params:
         parted = [np.where(c.zero >= stage, ranks, 1.0) for stage in (1, 2, 3)]
         return c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
 
-    return over(c.shard), over(c.expert_shard)
+    return [over(kind.shards(c)) for kind in KINDS.values()]
 
 
 def gathered_bytes(c: Columns) -> Floats:
     """Whole weights that ZeRO-3 holds for a moment."""
-    per_layer = c.rank_layer_weights + c.rank_expert_weights
+    per_layer = sum(kind.on_rank(c) for kind in KINDS.values())
     embed = c.vocab * c.hidden / c.tp
     return np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
 
@@ -164,7 +164,6 @@ def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
 def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Floats]]:
     """(parameters, bytes of activations, bytes at the loss) of the first stage, of the second or
     the fullest one between, and of the last; how the state is sharded does not enter."""
-    per_layer, per_routed = c.rank_layer_weights, c.rank_expert_weights
     embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
     kept = kept_bytes(c, decoder_layer(c, c.micro), coef)
@@ -181,7 +180,10 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Fl
     ]
     first, middle, last = (bytes_held + working for bytes_held in held)
     held_by = zip((split.first, split.middle, split.last), (ends, 0.0, embed), strict=True)
-    params = [(layers * per_layer + end, layers * per_routed) for layers, end in held_by]
+    dense, *others = (kind.on_rank(c) for kind in KINDS.values())
+    params = [
+        [layers * dense + end, *(layers * each for each in others)] for layers, end in held_by
+    ]
     losses = np.where(alone, loss, 0.0), np.zeros(len(c)), loss
     return list(zip(params, (first, middle, last), losses, strict=True))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.unseen import unseen_bytes
 from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
 from fourfold.spec.words import SCHEDULES
@@ -109,7 +110,8 @@ def embed_weights(c: Columns) -> Floats:
 
 
 def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
-    one, n = c.rank_layer_weights + c.rank_expert_weights, stage.layers
+    each, n = [kind.on_rank(c) for kind in KINDS.values()], stage.layers
+    one = sum(each, np.zeros(()))
     embed = embed_weights(c)
     head = stage.last * embed
     own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)
@@ -117,8 +119,11 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
     root = stage.first * (embed + rows * c.hidden) + own_head
     z, a, g, p = c.shards, c.act_bytes, c.acc_bytes, c.param_bytes
     whole = n * one + root
-    # Experts are divided over ranks of their own.
-    apart = c.rank_expert_weights * (1.0 / np.where(c.zero >= 1, c.expert_shard, 1.0) - 1.0 / z)
+    # Each kind is divided over ranks of its own.
+    apart = sum(
+        held * (1.0 / np.where(c.zero >= 1, kind.shards(c), 1.0) - 1.0 / z)
+        for held, kind in zip(each, KINDS.values(), strict=True)
+    )
     # Without a depth of ours, FSDP2 gathers the next layer of the backward pass by itself.
     depth = np.minimum(np.maximum(c.prefetch, 1.0), np.maximum(np.ceil(n / c.vpp) - 1.0, 0.0))
     ahead = np.where(z > 1, depth * one * a, 0.0)

@@ -7,8 +7,9 @@ from functools import partial
 import numpy as np
 
 from fourfold.cost.columns import BY_COST, Columns, Floats
+from fourfold.cost.kinds import Kind
 from fourfold.cost.ops.layer import linear, norm
-from fourfold.cost.ops.op import Op, Sizes, reduced_ranks
+from fourfold.cost.ops.op import Op, Sizes
 
 # Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
 _EAGER_LEAN_BYTES = 88.0
@@ -59,26 +60,26 @@ def handover(c: Columns, micro: Floats) -> list[Op]:
     ]
 
 
-def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
+def reduction(c: Columns, params: Floats, kind: Kind) -> tuple[Op, Op]:
     """Below ZeRO-3: gradients summed over all ranks that see other tokens, or scattered; weights
     that ZeRO-1 divides gathered. Once a step; ZeRO-2 holds parts of gradients alone and so scatters
     those of every micro batch, but in torch's pipelines, which wait for the last one."""
-    size, shards = reduced_ranks(c, whose)
+    size, shards = kind.copies(c), kind.shards(c)
     is_whole = (c.zero < 1) | (shards < size)  # every rank needs the whole sum: an all-reduce
     reduced = np.where((size > 1) & (c.zero < 3), 1.0, 0.0)
     gathered = reduced * np.where((c.zero >= 1) & (shards > 1), 1.0, 0.0)
     each = (c.zero == 2) & ((c.pp == 1) | (c.balanced == BY_COST))
-    once = partial(Op, kind="collective", axis=f"dp{whose}")
+    once = partial(Op, kind="collective", axis=f"dp{kind.name}")
     return (
         once(
-            name=f"gradients{whose}, reduce",
+            name=f"gradients{kind.name}, reduce",
             phase="weights",
             bytes=params * c.grad_bytes,
             halves=np.where(is_whole, 2.0, 1.0),
             times=reduced * np.where(each, np.maximum(1.0, c.micros), 1.0),
         ),
         once(
-            name=f"weights{whose}, gather",
+            name=f"weights{kind.name}, gather",
             phase="update",
             bytes=params * c.act_bytes,
             times=gathered,
@@ -86,12 +87,12 @@ def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
     )
 
 
-def update(c: Columns, params: Floats, whose: str = "") -> list[Op]:
+def update(c: Columns, params: Floats, kind: Kind) -> list[Op]:
     """Counted: weights and moments are read and written, gradients read for their norm and for the
     update, the copies that layers compute with written."""
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
-    mine = params / np.where(c.zero >= 1, reduced_ranks(c, whose)[1], 1.0)
+    mine = params / np.where(c.zero >= 1, kind.shards(c), 1.0)
     moved = np.where(c.our_kernels > 0, each, c.update_traffic) * mine
-    return [Op(name=f"optimizer{whose}", kind="copy", phase="update", bytes=moved, m=mine)]
+    return [Op(name=f"optimizer{kind.name}", kind="copy", phase="update", bytes=moved, m=mine)]

@@ -92,9 +92,3 @@ class Sizes:
         # it fuses them with casts to fp8.
         fuses = (c.fsdp2 > 0) & (c.compiled > 0) & (c.precision == _FP8) & (c.tp == 1)
         self.made_again = (c.norm_ckpt > 0) | fuses
-
-
-def reduced_ranks(c: Columns, whose: str) -> tuple[Floats, Floats]:
-    """(ranks whose gradients are summed, those over which ZeRO divides them): of all weights but
-    experts', or of `whose`."""
-    return (c.expert_copies, c.expert_shard) if whose else (c.dp * c.cp, c.shard)

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.kinds import DENSE, kinds_of
 from fourfold.cost.ops.experts import expert_casts
-from fourfold.cost.ops.op import Op, Sizes, reduced_ranks
+from fourfold.cost.ops.op import Op, Sizes
 from fourfold.spec.words import DTYPES
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
@@ -30,8 +31,9 @@ def casts(c: Columns, s: Sizes) -> Iterator[Op]:
     ins = s.tokens * (2.0 * c.hidden + s.width + s.ffn)
     outs = s.tokens * (s.qkv + 2.0 * c.hidden + s.wide)
     fp8, ours = np.where(c.precision == _FP8, 1.0, 0.0), c.our_kernels > 0
-    there = fp8 * 5.0 * (ins + c.rank_layer_weights)
-    back = fp8 * (3.0 * (ins + c.rank_layer_weights) + 6.0 * outs)
+    matrices = DENSE.on_rank(c)
+    there = fp8 * 5.0 * (ins + matrices)
+    back = fp8 * (3.0 * (ins + matrices) + 6.0 * outs)
     cast = partial(Op, name="casts", kind="cast", counted=c.our_kernels)
     yield cast(bytes=np.where(ours, there, usual), again=s.norm_again)
     yield cast(phase="inputs", bytes=np.where(ours, back, 2.0 * usual))
@@ -39,13 +41,13 @@ def casts(c: Columns, s: Sizes) -> Iterator[Op]:
 
 def weights(c: Columns) -> Iterator[Op]:
     """ZeRO-3 gathers a layer before either pass and scatters its gradients; they are added up over
-    micro batches, and over replicas. Experts have ranks of their own."""
-    kinds = [("", c.rank_layer_weights, c.shard)]
-    if np.any(c.experts > 0):
-        kinds.append((" experts", c.rank_expert_weights, c.expert_shard))
-    for whose, params, ranks in kinds:
+    micro batches, and over replicas. Each kind has ranks of its own."""
+    held = np.zeros(())
+    for kind in kinds_of(c):
+        whose, params, ranks = kind.name, kind.on_rank(c), kind.shards(c)
+        held = held + params
         sharded = np.where((c.zero >= 3) & (ranks > 1), 1.0, 0.0)
-        summed = np.where((c.zero >= 3) & (ranks < reduced_ranks(c, whose)[0]), 1.0, 0.0)
+        summed = np.where((c.zero >= 3) & (ranks < kind.copies(c)), 1.0, 0.0)
         if sharded.any():
             gather = partial(Op, kind="collective", axis=f"shard{whose}", times=sharded)
             whole = partial(gather, name=f"weights{whose}, gather", bytes=params * c.gather_bytes)
@@ -64,7 +66,6 @@ def weights(c: Columns) -> Iterator[Op]:
                 halves=np.array(2.0),
                 times=summed,
             )
-    held = sum((params for _, params, _ in kinds), np.zeros(()))
     yield Op(name="gradients, add", kind="copy", phase="weights", bytes=_added_bytes(c, held))
 
 

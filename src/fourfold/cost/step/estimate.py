@@ -15,18 +15,20 @@ from numpy.typing import NDArray
 
 from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.kinds import DENSE, kinds_of
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 from fourfold.cost.step.rates import Rates, rates_of
+from fourfold.spec.layout import EXPERT_AXES
 
 # Parts of a layer's time by kind of operation, of messages by axis.
 PART_OF = {
     "product": "gemm", "grouped product": "gemm", "attention": "attention", "norm": "elementwise",
     "elementwise": "elementwise", "cast": "elementwise", "copy": "elementwise", "tp": "tp_comm",
-    "cp": "cp_comm", "shard": "fsdp_comm", "replicas": "fsdp_comm", "ep": "ep_comm",
-    "etp": "ep_comm", "host": "host",
+    "cp": "cp_comm", "shard": "fsdp_comm", "replicas": "fsdp_comm",
+    **dict.fromkeys(EXPERT_AXES, "ep_comm"), "host": "host",
 }  # fmt: skip
 _ZERO: Floats = np.zeros(())
 
@@ -71,18 +73,18 @@ Once = tuple[list[tuple[Op, Op]], list[Op]]
 
 
 def once_ops(c: Columns, ends: float = 1.0) -> Once:
-    """(reductions of gradients with gathers of weights, updates) of a step: of experts apart, which
-    have ranks of their own. Of the first stage (the last one's head is as large as the embedding),
-    or of a stage that holds so many of the model's two `ends`: both of a single stage, where tied
-    ends have one matrix."""
+    """(reductions of gradients with gathers of weights, updates) of a step, by kinds of weights. Of
+    the first stage (the last one's head is as large as the embedding), or of a stage that holds so
+    many of the model's two `ends`: both of a single stage, where tied ends have one matrix."""
     held = c.layers / c.pp
     matrices = np.where(c.pp > 1, ends, np.where(c.tied > 0, 1.0, 2.0))
-    params = held * c.rank_layer_weights + matrices * c.vocab * c.hidden / c.tp
-    reduced, updated = [reduction(c, params)], update(c, params)
-    if np.any(c.experts > 0):
-        mine = held * c.rank_expert_weights
-        reduced.append(reduction(c, mine, " experts"))
-        updated += update(c, mine, " experts")
+    reduced, updated = [], []
+    for kind in kinds_of(c):
+        params = held * kind.on_rank(c)
+        if kind is DENSE:
+            params = params + matrices * c.vocab * c.hidden / c.tp
+        reduced.append(reduction(c, params, kind))
+        updated += update(c, params, kind)
     return reduced, updated
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from fourfold.cost import dispatch
 from fourfold.cost.columns import BY_COST, Columns, Floats
 from fourfold.cost.count.params import EMBEDDING_COST, end_layers, passing_unit, split_layers
+from fourfold.cost.kinds import active_weights
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
@@ -63,7 +64,7 @@ def stage_layers(c: Columns) -> StageLayers:
 
 def head_layers(c: Columns) -> Floats:
     """What our engine takes the head for, in layers, when it cuts a model into stages."""
-    return np.round(c.vocab * c.hidden / (c.active_weights + c.core_width * c.reach), 6)
+    return np.round(c.vocab * c.hidden / (active_weights(c) + c.core_width * c.reach), 6)
 
 
 def map_unique(
@@ -124,7 +125,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
 
 def _last_with_head(c: Columns, stages: Floats | float) -> Floats:
     """Layers that a balanced last stage keeps beside the head, which counts as some."""
-    head = c.vocab * c.hidden / c.active_weights
+    head = c.vocab * c.hidden / active_weights(c)
     return np.maximum(0.0, np.round((c.layers + head) / stages - head))
 
 

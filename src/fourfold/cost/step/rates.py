@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.ops.op import Op, Phase, reduced_ranks
+from fourfold.cost.kinds import KINDS
+from fourfold.cost.ops.op import Op, Phase
 from fourfold.cost.step.kernels import attention_s, gemm_s, grouped_s
 from fourfold.cost.step.traffic import (
     context_s,
@@ -50,9 +51,10 @@ class Rates:
     _messages: dict[str, tuple[Any, Floats]] = field(default_factory=dict)
 
     def seconds(self, op: Op) -> Floats:
-        """A method for each kind of kernel, and for each axis of messages."""
+        """A method for each kind of kernel, and for each axis whose messages are more than gathers
+        and scatters among neighbours."""
         kind = op.axis.partition(" ")[0] if op.kind == "collective" else op.kind
-        return op.share * getattr(self, kind.replace(" ", "_"))(op)
+        return op.share * getattr(self, kind.replace(" ", "_"), self.near)(op)
 
     def product(self, op: Op) -> Floats:
         c = self.c
@@ -122,20 +124,18 @@ class Rates:
         return context_s(self.c, self.coef, op.bytes, op.halves, attention=attention)
 
     def shard(self, op: Op) -> Floats:
-        c, coef, size, apart = self.c, self.coef, self.c.shard, self.c.tp
-        if op.axis != "shard":  # experts: the same one is so far away
-            size, apart = c.expert_shard, c.ep * c.etp
+        c, kind = self.c, KINDS[op.axis.removeprefix("shard")]
+        size, apart = kind.shards(c), kind.cut(c)
         if op.axis not in self._known:
-            self._known[op.axis] = group_rate(c, coef, size, apart)
-            self._known[f"{op.axis}, ring"] = 0.25 * ring_s(c, coef, size, apart)
+            self._known[op.axis] = group_rate(c, self.coef, size, apart)
+            self._known[f"{op.axis}, ring"] = 0.25 * ring_s(c, self.coef, size, apart)
         move = op.bytes * (size - 1.0) / size / self._known[op.axis]
         return op.times * (move + self._known[f"{op.axis}, ring"])
 
     def replicas(self, op: Op) -> Floats:
         """The same shard of every replica."""
-        c, whose = self.c, op.axis.removeprefix("replicas")
-        ranks, shards = reduced_ranks(c, whose)
-        size, apart = ranks / shards, shards * (c.ep * c.etp if whose else c.tp)
+        c, kind = self.c, KINDS[op.axis.removeprefix("replicas")]
+        size, apart = kind.copies(c) / kind.shards(c), kind.shards(c) * kind.cut(c)
         move = op.bytes * (size - 1.0) / size / group_rate(c, self.coef, size, apart)
         return op.times * op.halves * (move + 0.25 * ring_s(c, self.coef, size, apart))
 
@@ -143,11 +143,11 @@ class Rates:
         """Tokens to experts of other ranks, or back."""
         return self._sent(op, lambda data: tokens_s(self.c, self.coef, data))
 
-    def etp(self, op: Op) -> Floats:
-        """Rows to all ranks that hold slices of an expert."""
-        c, near = self.c, np.ones_like(self.c.tp)
+    def near(self, op: Op) -> Floats:
+        """Gathered among neighbours: rows to all ranks that hold slices of an expert."""
+        c, size, stride = self.c, getattr(self.c, op.axis), np.ones_like(self.c.tp)
         return self._sent(
-            op, lambda data: half_collective_s(c, self.coef, data, size=c.etp, stride=near)
+            op, lambda data: half_collective_s(c, self.coef, data, size=size, stride=stride)
         )
 
     def send(self, op: Op) -> Floats:
@@ -217,26 +217,27 @@ class CpuRates(Rates):
         return self._collective(op, self.c.cp, op.halves, data=data)
 
     def shard(self, op: Op) -> Floats:
-        size = self.c.shard if op.axis == "shard" else self.c.expert_shard
+        size = KINDS[op.axis.removeprefix("shard")].shards(self.c)
         return op.times * self._wrapped(op, size, op.halves)
 
     def replicas(self, op: Op) -> Floats:
-        ranks, shards = reduced_ranks(self.c, op.axis.removeprefix("replicas"))
-        return op.times * self._collective(op, ranks / shards, op.halves)
+        kind = KINDS[op.axis.removeprefix("replicas")]
+        size = kind.copies(self.c) / kind.shards(self.c)
+        return op.times * self._collective(op, size, op.halves)
 
     def ep(self, op: Op) -> Floats:
         """Rows of tokens, one for each chosen expert, and their counts."""
         c = self.c
         return self._collective(op, c.ep, 2.0 * op.halves, data=op.bytes * c.top_k * c.fullest)
 
-    def etp(self, op: Op) -> Floats:
-        return self._collective(op, self.c.etp, op.halves)
+    def near(self, op: Op) -> Floats:
+        return self._collective(op, getattr(self.c, op.axis), op.halves)
 
     def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
         """Layer by layer, and the ends."""
         calls = self.c.layers / self.c.pp + 1.0
-        ranks, shards = reduced_ranks(self.c, reduce.axis.removeprefix("dp"))
-        sizes = ((reduce, ranks), (gather, shards))
+        kind = KINDS[reduce.axis.removeprefix("dp")]
+        sizes = ((reduce, kind.copies(self.c)), (gather, kind.shards(self.c)))
         return sum((op.times * self._wrapped(op, size, calls) for op, size in sizes), np.zeros(()))
 
     def _wrapped(self, op: Op, size: Floats, calls: Floats) -> Floats:

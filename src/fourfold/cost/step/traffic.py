@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 
 from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.ops.op import Op, reduced_ranks
+from fourfold.cost.kinds import KINDS
+from fourfold.cost.ops.op import Op
 from fourfold.spec.words import CP_KINDS
 
 # Of an exchange: its start, and for each rank of the group inside a domain and outside of it
@@ -237,8 +238,8 @@ def _ring_hops(c: Columns, size: Floats, apart: Floats) -> Floats:
 def gradient_s(c: Columns, coef: Coefficients, reduce: Op, gather: Op, *, window: Floats) -> Floats:
     """Exposed seconds of the gradient reduction (and ZeRO-1's weight gather) of a step; `window`:
     seconds of backward under which an overlapping engine hides it."""
-    whose = reduce.axis.removeprefix("dp")
-    (size, shards), apart = reduced_ranks(c, whose), c.ep * c.etp if whose else c.tp
+    kind = KINDS[reduce.axis.removeprefix("dp")]
+    size, shards, apart = kind.copies(c), kind.shards(c), kind.cut(c)
     # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
     # slow state; ZeRO scatters and gathers layer by layer around rings.
     ring, turns = _ring_hops(c, size, apart), _ring_hops(c, shards, apart)
