@@ -193,6 +193,18 @@ def test_an_engine_that_answers_is_named_among_those_that_run_it() -> None:
     assert answer.best.runs_in == ("accelerate",)
 
 
+def test_an_engine_that_answers_has_the_axes_that_are_asked_for() -> None:
+    """Of engines with a ring and gpipe only ours runs this family with experts on other ranks."""
+    ask = PlanRequest(
+        model="qwen3-30b-a3b", gpu="h100-80gb", gpus=16, seq_len=4096, global_batch=64,
+        policy={"schedule": "gpipe", "cp_kind": "ring"},
+    )  # fmt: skip
+    assert plan(ask).stack == "accelerate"
+    spread = plan(replace(ask, layout="ep4"))
+    assert spread.stack == "fourfold"
+    assert spread.best.layout.ep == 4
+
+
 def test_yarn_of_latent_attention_is_megatrons() -> None:
     """DeepSeek's published file has it; Megatron has no flag of its betas and first length, nor of
     any other scaling there."""

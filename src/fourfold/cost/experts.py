@@ -10,7 +10,6 @@ import numpy as np
 
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.cost.stacks import stack_defaults, stack_rules
-from fourfold.spec.layout import EXPERT_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -73,7 +72,6 @@ def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, An
     kind = run["recompute"]
     return {
         **(further(spec.model) if stack_rules(stack).predicts_further else {}),
-        **{axis: run[axis] for axis in EXPERT_AXES},
         "dispatcher": np.where(spread, DISPATCHERS.index(asked), DISPATCHERS.index("local")),
         "hides_exchange": float(policy.overlap_exchange),
         "imbalance": imbalance(spec.model, policy),

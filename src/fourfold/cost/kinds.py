@@ -14,7 +14,7 @@ _Told = Callable[[Columns], Floats]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WeightKind:
     """Weights of products that are divided over ranks of their own. `count`: of one layer, over all
     ranks, mean over layers; `met`: of these, what a token meets; `cut`: neighbours that hold a part
     each of one copy. `name` ends the names of its operations."""
@@ -65,10 +65,9 @@ def _chosen(c: Columns) -> Floats:
     return _experts(c) * c.top_k / np.maximum(1, c.experts)
 
 
-DENSE = Kind("", _dense, _dense, lambda c: c.tp)  # the ends of a model lie on the same ranks
-KINDS = {
-    kind.name: kind for kind in (DENSE, Kind(" experts", _experts, _chosen, lambda c: c.ep * c.etp))
-}
+DENSE = WeightKind("", _dense, _dense, lambda c: c.tp)  # the ends of a model lie on the same ranks
+_EXPERTS = WeightKind(" experts", _experts, _chosen, lambda c: c.ep * c.etp)
+KINDS = {kind.name: kind for kind in (DENSE, _EXPERTS)}
 
 
 def active_weights(c: Columns) -> Floats:
@@ -76,6 +75,6 @@ def active_weights(c: Columns) -> Floats:
     return sum((kind.met(c) for kind in KINDS.values()), np.zeros(()))
 
 
-def kinds_of(c: Columns) -> list[Kind]:
+def kinds_of(c: Columns) -> list[WeightKind]:
     """Those that any of these runs has."""
     return [kind for kind in KINDS.values() if kind is DENSE or np.any(kind.count(c) > 0)]

@@ -16,7 +16,7 @@ from fourfold.cost.scaling import scaling_facts
 from fourfold.cost.stacks import RELEASES, stack_defaults
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen, running_schedule
@@ -206,7 +206,7 @@ def run_facts(
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
         "gpus": run.get("gpus", spec.gpus),
-        **{axis: run[axis] for axis in MODEL_AXES},
+        **{axis: run[axis] for axis in (*MODEL_AXES, *EXPERT_AXES)},
         "dp": run["replicate"] * run["shard"],
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],

@@ -18,6 +18,7 @@ from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import provenance
 from fourfold.cost.memory.peak import Memory, memory, memory_bounds
+from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.power import mean_power_w
 from fourfold.cost.predict import predictions
 from fourfold.cost.step.traffic import crosses
@@ -40,7 +41,7 @@ from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, P
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
-from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 
@@ -59,8 +60,10 @@ EXPOSED = {
 
 
 def parts_of(ranking: Ranking, i: int) -> dict[str, float]:
-    """Seconds by part; of exchanges only where there are experts."""
-    hidden = () if ranking.query.model.moe else EXPOSED["ep"]
+    """Seconds by part; of exchanges only where any operation is one."""
+    c = ranking.predicted.columns.take(slice(i, i + 1))
+    sent = any(op.axis in EXPERT_AXES for op in decoder_layer(c, c.micro))
+    hidden = () if sent else EXPOSED["ep"]
     parts = ranking.predicted.times.parts.items()
     return {name: float(part[i]) for name, part in parts if name not in hidden}
 

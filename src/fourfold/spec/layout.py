@@ -57,8 +57,8 @@ class Layout:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        check.whole(1, _MAX_RANKS, **{name: getattr(self, name) for name in SIZES})
-        check.whole(1, _MAX_RANKS, ep=self.ep, etp=self.etp)
+        sizes = {name: getattr(self, name) for name in (*SIZES, *EXPERT_AXES)}
+        check.whole(1, _MAX_RANKS, **sizes)
         rule, hint = f"must name {_SPELLED} once each", f"write order = '{' '.join(AXES)}'"
         given = " ".join(self.order)
         check.that(sorted(self.order) == sorted(AXES), "order", given, rule, hint)

@@ -98,13 +98,16 @@ def _is_measured(cluster: Cluster, known: Calibration) -> bool:
 
 def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy: Policy) -> str:
     """The first engine that can run the model and what is decided; ours, where none can."""
-    named = named_axes(request.layout)[1] & {*MODEL_AXES}
+    layout, named = named_axes(request.layout)
+    needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
     for engine in EXPORTED[:-1]:
         rules = RELEASES[engine]
         kinds = {"schedule": rules.schedules, "cp_kind": rules.cp_kinds,
                  "sharding": [f"zero{stage}" for stage in rules.zeros]}  # fmt: skip
         decided = {name: getattr(policy, name) for name in kinds if name in request.policy}
-        if policy.recompute_kind not in rules.recompute or named - {*rules.axes}:
+        if policy.recompute_kind not in rules.recompute or model.family not in rules.families:
+            continue
+        if needed - {*rules.axes}:
             continue
         if any(value not in kinds[name] for name, value in decided.items()):
             continue

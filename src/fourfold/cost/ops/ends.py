@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 
 from fourfold.cost.columns import BY_COST, Columns, Floats
-from fourfold.cost.kinds import Kind
-from fourfold.cost.ops.layer import linear, norm
+from fourfold.cost.kinds import WeightKind
+from fourfold.cost.ops.blocks import linear, norm
 from fourfold.cost.ops.op import Op, Sizes
 
 # Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
@@ -60,7 +60,7 @@ def handover(c: Columns, micro: Floats) -> list[Op]:
     ]
 
 
-def reduction(c: Columns, params: Floats, kind: Kind) -> tuple[Op, Op]:
+def reduction(c: Columns, params: Floats, kind: WeightKind) -> tuple[Op, Op]:
     """Below ZeRO-3: gradients summed over all ranks that see other tokens, or scattered; weights
     that ZeRO-1 divides gathered. Once a step; ZeRO-2 holds parts of gradients alone and so scatters
     those of every micro batch, but in torch's pipelines, which wait for the last one."""
@@ -87,7 +87,7 @@ def reduction(c: Columns, params: Floats, kind: Kind) -> tuple[Op, Op]:
     )
 
 
-def update(c: Columns, params: Floats, kind: Kind) -> list[Op]:
+def update(c: Columns, params: Floats, kind: WeightKind) -> list[Op]:
     """Counted: weights and moments are read and written, gradients read for their norm and for the
     update, the copies that layers compute with written."""
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)

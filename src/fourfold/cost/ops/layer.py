@@ -4,23 +4,20 @@ after Korthikanti et al. (arXiv 2205.05198, table 2), or counted of our kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.ops.blocks import block_input, gathered, linear, norm, passes, residual, summed
 from fourfold.cost.ops.experts import experts, shared_out
-from fourfold.cost.ops.op import NONE, Kind, Op, Phase, Sizes
+from fourfold.cost.ops.op import Op, Sizes
 from fourfold.cost.ops.weights import casts, weights
-from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
+from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
-_FP8 = DTYPES.index("fp8")
 _ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
 _FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused"))
-# Products that keep what a norm made, of which engines keep more or less.
-_BLOCK_INPUTS = ("attention.qkv", "mlp.gate_up")
 
 
 def decoder_layer(c: Columns, micro: Floats) -> Iterator[Op]:
@@ -68,106 +65,6 @@ def projections(c: Columns, s: Sizes) -> Iterator[Op]:
         yield from shared_out(ops, is_latent)
 
 
-def routed_mlp(c: Columns, s: Sizes) -> Iterator[Op]:
-    """Experts in `routed` of the layers, with a shared one where the model has any; one MLP in the
-    others."""
-    yield from shared_out(mlp(c, s), s.dense)
-    yield from shared_out(norm(c, s, "mlp_norm", s.norm_again), c.routed)
-    yield from shared_out(experts(c, s), c.routed)
-    has_shared = c.routed * np.where(c.shared_ffn > 0, 1.0, 0.0)
-    if np.any(has_shared):
-        wide, ffn = ((1.0 + c.gated) * c.shared_ffn / c.tp, c.shared_ffn / c.tp)
-        again, kept = s.up_again + (1.0 - s.up_again) * c.moe_ckpt, s.tokens * ffn
-        beside = (
-            *gathered(c, s, "mlp.shared.input_comm", s.up_again),
-            *linear(c, s, "mlp.shared.gate_up", wide, c.hidden, again, keeps=kept * c.act_bytes),
-            *linear(c, s, "mlp.shared.down", c.hidden, ffn, again, keeps=2.0 * kept * c.act_bytes),
-            *summed(c, s, "mlp.shared.down, sum"),
-        )
-        yield from shared_out(beside, has_shared)
-    yield from shared_out(residual(c, s, "mlp, add"), c.routed)
-
-
-def mlp(c: Columns, s: Sizes) -> Iterator[Op]:
-    up = {"keeps": block_input(c, s), "parts": 1.0 + c.gated}
-    yield from norm(c, s, "mlp_norm", s.norm_again)
-    yield from gathered(c, s, "mlp.input_comm", s.up_again)
-    yield from linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up)
-    yield from activation(c, s)
-    yield from linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s))
-    yield from summed(c, s, "mlp.down, sum")
-    yield from residual(c, s, "mlp.down, add")
-
-
-def linear(
-    c: Columns,
-    s: Sizes,
-    name: str,
-    outs: Floats,
-    ins: Floats,
-    again: Floats = NONE,
-    *,
-    keeps: Floats = NONE,
-    parts: Floats | float = 1.0,
-    narrow: bool = True,
-) -> Iterator[Op]:
-    """`parts`: matrices that engines may hold apart."""
-    apart = np.where(c.fused_qkv > 0, 1.0, parts)
-    product = partial(Op, name=name, kind="product", narrow=narrow)
-    yield product(
-        m=s.tokens, n=outs, k=ins, again=again,
-        keeps=keeps, habit="kept_hidden" if name in _BLOCK_INPUTS else "", gives=s.each * ins,
-        holds=_casting(c, s, outs / apart, ins),
-    )  # fmt: skip
-    yield product(phase="inputs", m=s.tokens, n=ins, k=outs)
-    yield product(phase="weights", m=ins, n=outs, k=s.tokens)
-
-
-def block_input(c: Columns, s: Sizes) -> Floats:
-    """What a block's first product keeps: the norm's output, of which our engine has the gathered
-    one instead."""
-    kept = s.tokens * s.between * c.saved_bytes
-    return np.where(s.made_again | ((c.fsdp2 > 0) & s.parted), 0.0, kept)
-
-
-def cast_input(c: Columns, s: Sizes) -> Floats:
-    """Attention keeps its output; a product in fewer bits keeps that once more in them."""
-    return np.where(c.saved_bytes < c.act_bytes, s.tokens * s.width * c.saved_bytes, 0.0)
-
-
-def activated(c: Columns, s: Sizes) -> Floats:
-    return np.where(s.made_again, 0.0, s.tokens * s.ffn * c.saved_bytes)
-
-
-def _casting(c: Columns, s: Sizes, outs: Floats, ins: Floats) -> Floats:
-    """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32: its gradient,
-    the matrix, then, the input's gradient made, its own gradient again and the input."""
-    plain = (c.fsdp2 > 0) & (c.precision == _FP8) & (c.compiled < 1)
-    if not plain.any():
-        return NONE
-    grad, matrix, given = s.tokens * outs, outs * ins, s.tokens * ins
-    then = grad + matrix + np.maximum(9.0 * grad, grad + 9.0 * given)
-    return np.where(plain, np.maximum(grad + 9.0 * matrix - given * c.act_bytes, then), 0.0)
-
-
-def norm(c: Columns, s: Sizes, name: str, again: Floats = NONE) -> Iterator[Op]:
-    """Counted, with the residual: it reads that and what is added to it and writes both sums;
-    backwards it reads the gradients of both and its input. Unfused, it keeps its input twice."""
-    each = s.each * s.between
-    kept = each * np.where(c.fused_norm > 0, 1.0, 2.0)
-    yield from _passes(
-        c, s, name, 2.0 * each, lambda: (4.0 * each, 4.0 * each), kind="norm", again=again,
-        keeps=kept, habit="kept_hidden", holds=each,
-    )  # fmt: skip
-
-
-def residual(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
-    """Adds, and dropout of models without a gate; without sequence parallelism every tensor rank
-    repeats them, as it does norms. Counted with the next norm."""
-    usual = (3.0 + (1.0 - c.gated)) * s.each * s.between
-    yield from _passes(c, s, name, usual, lambda: (NONE, NONE), again=s.all_again)
-
-
 def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
     """Positions of queries and keys, or biases. The gradient of a bias is a sum over what its
     product's output hands back. Gradients are turned in fp32."""
@@ -178,45 +75,21 @@ def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
 
     qkv = s.each * (s.width + 2.0 * s.kv)
     wide = np.where(c.rope > 0, (14.0 / c.act_bytes - 1.0) * s.each * s.width, 0.0)
-    yield from _passes(
+    yield from passes(
         c, s, "attention.rotate", 2.0 * s.each * s.qkv, counted, again=s.all_again,
         gives=qkv, holds=wide - qkv,
     )  # fmt: skip
 
 
-def activation(c: Columns, s: Sizes) -> Iterator[Op]:
-    """Plain calls keep the activated gate besides what it was made of."""
-    each, wide = s.each, s.each * s.wide
-    gate = np.where(s.made_again, 0.0, each * c.eager * c.gated * s.ffn)
-    yield from _passes(
-        c, s, "mlp.activation", each * (2.0 + c.gated) * s.ffn,
-        lambda: (wide + each * s.ffn, 2.0 * wide + each * s.ffn), again=s.norm_again,
-        keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate, gives=wide,
-    )  # fmt: skip
-
-
-def _passes(
-    c: Columns,
-    s: Sizes,
-    name: str,
-    usual: Floats,
-    counted: Callable[[], tuple[Floats, Floats]],
-    *,
-    kind: Kind = "elementwise",
-    **fields: Any,
-) -> Iterator[Op]:
-    """Over memory: of our kernels (forward, backward) as counted; of others as usual and, backward,
-    twice that."""
-    there = usual * s.passes
-    back = 2.0 * there
-    if s.is_counted:
-        ours, bytes_moved = c.our_kernels > 0, counted()
-        there, back = (
-            np.where(ours, own, other)
-            for own, other in zip(bytes_moved, (there, back), strict=True)
-        )
-    yield Op(name=name, kind=kind, bytes=there, counted=c.our_kernels, **fields)
-    yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=c.our_kernels)
+def context(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Keys and values of other ranks: passed round a ring, gathered, or exchanged with queries and
+    outputs for whole sequences of fewer heads (Ulysses). Backwards also their gradients."""
+    is_exchange = c.cp_kind == _ULYSSES
+    own = 2.0 * c.act_bytes * s.tokens * (c.kv_width / c.tp + np.where(is_exchange, s.width, 0.0))
+    whole = own * np.where(is_exchange, 1.0, c.cp)
+    keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=whole)
+    yield keys(m=s.micro, again=s.all_again)
+    yield keys(m=s.micro, phase="inputs", halves=np.where(is_exchange, 1.0, 2.0))
 
 
 def core(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -258,39 +131,52 @@ def scores(c: Columns, s: Sizes) -> Floats:
     return s.tokens * each * c.heads * c.seq / c.tp
 
 
-def context(c: Columns, s: Sizes) -> Iterator[Op]:
-    """Keys and values of other ranks: passed round a ring, gathered, or exchanged with queries and
-    outputs for whole sequences of fewer heads (Ulysses). Backwards also their gradients."""
-    is_exchange = c.cp_kind == _ULYSSES
-    own = 2.0 * c.act_bytes * s.tokens * (c.kv_width / c.tp + np.where(is_exchange, s.width, 0.0))
-    whole = own * np.where(is_exchange, 1.0, c.cp)
-    keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=whole)
-    yield keys(m=s.micro, again=s.all_again)
-    yield keys(m=s.micro, phase="inputs", halves=np.where(is_exchange, 1.0, 2.0))
+def cast_input(c: Columns, s: Sizes) -> Floats:
+    """Attention keeps its output; a product in fewer bits keeps that once more in them."""
+    return np.where(c.saved_bytes < c.act_bytes, s.tokens * s.width * c.saved_bytes, 0.0)
 
 
-def gathered(c: Columns, s: Sizes, name: str, again: Floats) -> Iterator[Op]:
-    """Sequence parallelism gathers a block's input, scatters its gradient, and gathers one of the
-    two inputs once more for gradients of weights; without it gradients are summed."""
-    often, between = np.where(c.sp > 0, 1.0, 0.0), s.each * s.between
-    kept = np.where(s.parted, s.tokens * c.hidden * c.saved_bytes, 0.0)
-    holds = np.where(s.parted, s.copied, -between)
-    yield _tp(s, name, "forward", often, again, keeps=kept, habit="gathered", gives=between,
-              holds=holds)  # fmt: skip
-    yield _tp(s, name, "inputs", 2.0 - often)
-    yield _tp(s, name, "weights", 0.5 * often)
+def routed_mlp(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Experts in `routed` of the layers, with a shared one where the model has any; one MLP in the
+    others."""
+    yield from shared_out(mlp(c, s), s.dense)
+    yield from shared_out(norm(c, s, "mlp_norm", s.norm_again), c.routed)
+    yield from shared_out(experts(c, s), c.routed)
+    has_shared = c.routed * np.where(c.shared_ffn > 0, 1.0, 0.0)
+    if np.any(has_shared):
+        wide, ffn = ((1.0 + c.gated) * c.shared_ffn / c.tp, c.shared_ffn / c.tp)
+        again, kept = s.up_again + (1.0 - s.up_again) * c.moe_ckpt, s.tokens * ffn
+        beside = (
+            *gathered(c, s, "mlp.shared.input_comm", s.up_again),
+            *linear(c, s, "mlp.shared.gate_up", wide, c.hidden, again, keeps=kept * c.act_bytes),
+            *linear(c, s, "mlp.shared.down", c.hidden, ffn, again, keeps=2.0 * kept * c.act_bytes),
+            *summed(c, s, "mlp.shared.down, sum"),
+        )
+        yield from shared_out(beside, has_shared)
+    yield from shared_out(residual(c, s, "mlp, add"), c.routed)
 
 
-def summed(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
-    """Outputs are summed over tp, or scattered, and their gradients gathered."""
-    often = np.where(c.sp > 0, 1.0, 0.0)
-    whole = np.where(s.parted, s.message, 0.0)
-    yield _tp(s, name, "forward", 2.0 - often, s.all_again, gives=whole, holds=s.copied)
-    yield _tp(s, name, "inputs", often)
+def mlp(c: Columns, s: Sizes) -> Iterator[Op]:
+    up = {"keeps": block_input(c, s), "parts": 1.0 + c.gated}
+    yield from norm(c, s, "mlp_norm", s.norm_again)
+    yield from gathered(c, s, "mlp.input_comm", s.up_again)
+    yield from linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up)
+    yield from activation(c, s)
+    yield from linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s))
+    yield from summed(c, s, "mlp.down, sum")
+    yield from residual(c, s, "mlp.down, add")
 
 
-def _tp(
-    s: Sizes, name: str, phase: Phase, halves: Floats, again: Floats = NONE, **memory: Any
-) -> Op:
-    return Op(name=name, kind="collective", phase=phase, axis="tp", bytes=s.message, halves=halves,
-              again=again, **memory)  # fmt: skip
+def activation(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Plain calls keep the activated gate besides what it was made of."""
+    each, wide = s.each, s.each * s.wide
+    gate = np.where(s.made_again, 0.0, each * c.eager * c.gated * s.ffn)
+    yield from passes(
+        c, s, "mlp.activation", each * (2.0 + c.gated) * s.ffn,
+        lambda: (wide + each * s.ffn, 2.0 * wide + each * s.ffn), again=s.norm_again,
+        keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate, gives=wide,
+    )  # fmt: skip
+
+
+def activated(c: Columns, s: Sizes) -> Floats:
+    return np.where(s.made_again, 0.0, s.tokens * s.ffn * c.saved_bytes)

@@ -22,6 +22,7 @@ from fourfold.cost.scaling import CALLED
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import check
+from fourfold.spec.layout import EXPERT_AXES
 
 _GROUP = re.compile(
     r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b|ZeRO-3 over (\d+) GPUs|\bshard (\d+), replicate"
@@ -82,7 +83,7 @@ def _stated(note: str, yes: str, no: str) -> bool | None:
 EXPERT_COLUMNS = (
     "head_dim", "attn_kind", "q_lora_rank", "kv_lora_rank", "qk_rope_dim", "v_head_dim", "experts",
     "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "moe_every", "mtp_layers",
-    "ep", "etp", "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
+    *EXPERT_AXES, "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
     "cuda_graph",
 )  # fmt: skip
 SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
