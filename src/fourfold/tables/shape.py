@@ -163,10 +163,7 @@ def flops_per_token(
 ) -> float:
     """With the assumed vocabulary where none is stated, here or in the table."""
     model = shape.model if vocab is None else dataclasses.replace(shape.model, vocab=vocab)
-    layout = Layout(
-        pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1,
-        ep=record.ep, etp=record.etp,
-    )  # fmt: skip
+    layout = Layout(pp=record.pp or 1, tp=record.tp or 1)  # what a convention may ask of it
     query = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=Policy())
     return convention(rule).count(query).printed
 
