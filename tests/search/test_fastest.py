@@ -160,8 +160,8 @@ def check(query: PlanQuery) -> None:
 @given(questions(64), st.sampled_from([1, 3, 10]))
 @settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: int) -> None:
-    """Left out before their memory is counted, as of very many points; nothing that is listed is
-    slower for it."""
+    """Left out before their memory is counted, as of very many points. What is listed and surely
+    fits is as fast; of its variants another may be played through and be better."""
     query = replace(query, stack="fourfold", where=())
     every = rank_layouts(query, least=least, whole=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -169,10 +169,16 @@ def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: in
         found = rank_layouts(query, least=least)
     count = min(least, len(every))
     assert every.slower == 0
-    assert (found.step_s[:count] <= every.step_s[:count] * (1.0 + 1e-9)).all()
-    assert (found.fits[:count] >= 1.0 - query.risk).tolist() == (
-        every.fits[:count] >= 1.0 - query.risk
-    ).tolist()
+
+    def sure_s(ranking: Ranking) -> list[float]:
+        fits = ranking.fits[:count] >= 1.0 - query.risk
+        return sorted(ranking.step_s[:count][fits].tolist())
+
+    limit_s, listed_s = sure_s(every), sure_s(found)
+    assert len(listed_s) >= len(limit_s)
+    assert all(one <= s * (1.0 + 1e-9) for one, s in zip(listed_s, limit_s, strict=False))
+    if count and not limit_s:
+        assert found.step_s[:count].min() <= every.step_s[:count].min() * (1.0 + 1e-9)
     # Where none was left out, all that is said is the same.
     assert found.slower or (found.fitting, found.ways) == (every.fitting, every.ways)
 
