@@ -104,6 +104,27 @@ def test_words_of_a_policy(field: str, typed: str, meant: str) -> None:
     assert getattr(codec.decode(Policy, {field: typed}), field) == meant
 
 
+@pytest.mark.parametrize(("typed", "precision", "scaling", "shown"), TEXTS["scaled"])
+def test_precision_with_its_scaling(typed: str, precision: str, scaling: str, shown: str) -> None:
+    policy = codec.decode(Policy, {"precision": typed})
+    assert (policy.precision, policy.scaling, policy.scaled_name) == (precision, scaling, shown)
+    spec = codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "policy": {"precision": typed}})
+    assert spec.policy == policy
+
+
+def test_precision_with_another_scaling_is_refused() -> None:
+    with pytest.raises(UserError, match=r"scaling=block contradicts precision mxfp8.*omit one"):
+        codec.decode(Policy, {"precision": "mxfp8", "scaling": "block"})
+    same = codec.decode(Policy, {"precision": "mxfp8", "scaling": "mx"})
+    assert same.scaling == "mx"
+
+
+def test_precision_axis_of_a_sweep_keeps_its_scaling() -> None:
+    text = 'model = "llama-tiny"\ngpus = 1\n[sweep]\nprecision = ["bf16", "mxfp8"]\n'
+    runs = [one.spec.policy for one in expand(read_sweep(texts.parse_toml(text))).combinations]
+    assert [(one.precision, one.scaling) for one in runs] == [("bf16-mixed", "auto"), ("fp8", "mx")]
+
+
 @pytest.mark.parametrize(
     "recompute", ["none", "selective", "full", "every-3", "block-2", "block-9"]
 )

@@ -127,7 +127,7 @@ def _asked(query: PlanQuery) -> dict[str, Any]:
         "seq_len": query.batch.seq_len,
         "global_batch": query.batch.global_batch,
         "stack": query.stack,
-        "precision": query.policy.precision_name,
+        "precision": query.policy.scaled_name,
         "calibration": CalibrationFacts(
             name=query.calibration,
             rows=query.entry.rows_time,

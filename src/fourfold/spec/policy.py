@@ -49,7 +49,10 @@ class Policy:
     """
 
     precision: words.Precision = flag(
-        f"one of {', '.join(words.BUNDLES)}; bf16 is bf16-mixed", "X", default="bf16-mixed"
+        f"one of {', '.join(words.BUNDLES)}; bf16 is bf16-mixed; or mxfp8, fp8-blockwise, fp8-cs, "
+        "nvfp4, which say the scaling too",
+        "X",
+        default="bf16-mixed",
     )
     param_dtype: words.Dtype | None = None
     compute_dtype: words.Dtype | None = None
@@ -145,6 +148,11 @@ class Policy:
         return words.precision_name(self.precision, self.dtypes.compute)
 
     @property
+    def scaled_name(self) -> str:
+        """The same with its scaling, where that is stated: 'mxfp8', 'fp8-block'."""
+        return words.scaled_name(self.precision_name, self.scaling)
+
+    @property
     def recompute_kind(self) -> str:
         """Of words.RECOMPUTE_KINDS: without its number."""
         whole = self.recompute in words.MOE_RECOMPUTE
@@ -186,9 +194,10 @@ class Policy:
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Policy:
-        """Like any table, in anybody's words: `precision = "bf16"` means bf16-mixed, `sharding =
-        "fsdp"` zero3, `schedule = "1F1B"` 1f1b."""
+        """Read a table in anybody's words: `precision = "bf16"` means bf16-mixed, "mxfp8" fp8 with
+        scaling mx, `sharding = "fsdp"` zero3, `schedule = "1F1B"` 1f1b."""
         if isinstance(data, dict):
+            data = words.with_scaling(data)
             data = {name: words.policy_word(str(name), value) for name, value in data.items()}
         return codec.decode_fields(cls, data, path)
 

@@ -105,6 +105,8 @@ def _plain_value(path: str, value: Any) -> Any:
         return value
     if path == "batch.micro_batch" and value == "auto":
         return value
+    if path == "policy.precision" and words.with_scaling({"precision": value}).get("scaling"):
+        return value  # says two fields, which the run's table takes apart
     head, _, leaf = path.rpartition(".")
     tidy, _ = words.tidied({head: {leaf: value}} if head else {leaf: value})
     return tidy[head][leaf] if head else tidy[leaf]

@@ -4,11 +4,13 @@ engines and papers call the same (fsdp, 1F1B, 8k), which fields read in files an
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from fourfold.errors import UserError
+from fourfold.spec.texts import data
 from fourfold.units import size_from
 
 Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
@@ -71,6 +73,7 @@ Dispatcher = Literal["auto", "local", "alltoall", "allgather", "deepep", "hybrid
 OverlapKind = Literal["auto", "combined-1f1b", "dualpipe", "two-batch", "shared-expert"]
 # Scales of products in fp8: auto is one a tensor; data/scalings.toml.
 Scaling = Literal["auto", "tensor", "delayed", "block", "mx", "row"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 # forced: every token goes to the next experts in turn, so that all have as many.
 Routing = Literal["natural", "forced"]
 
@@ -118,6 +121,41 @@ def plain_word(text: str) -> str:
     return re.sub(r"[\s_]+", "-", text.strip().lower())
 
 
+@functools.cache
+def scaled_precisions() -> dict[str, tuple[str, str]]:
+    """Return precision and scaling by the name of both: 'mxfp8' is fp8 with scaling mx, and so are
+    'fp8-mx' and every 'fp8-NAME' whose NAME data/scalings.toml has ('fp8-blockwise', 'fp8-cs')."""
+    found: dict[str, tuple[str, str]] = {}
+    for kind, table in data("scalings.toml").items():
+        for name in (kind, *table["names"]):
+            own = re.search("fp[48]", name)
+            found[name if own else f"fp8-{plain_word(name)}"] = (own[0] if own else "fp8", kind)
+    return {name: pair for name, pair in found.items() if pair[1] in SCALINGS}
+
+
+def with_scaling(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy's table with precision and scaling apart, where its precision names both."""
+    typed = policy.get("precision")
+    name = plain_word(typed) if isinstance(typed, str) else ""
+    if name not in scaled_precisions():
+        return dict(policy)
+    precision, scaling = scaled_precisions()[name]
+    stated = policy.get("scaling", scaling)
+    if stated not in (scaling, "auto"):
+        rule, hint = f"contradicts precision {name}, whose scaling is {scaling}", "omit one of them"
+        raise UserError(rule, field="policy.scaling", value=stated, hint=hint)
+    return {**policy, "precision": precision, "scaling": scaling}
+
+
+def scaled_name(precision: str, scaling: str) -> str:
+    """Return the field's name of a precision with a stated scaling: 'mxfp8', 'fp8-block'."""
+    if precision == "fp4":
+        return "nvfp4"
+    if precision != "fp8" or scaling == "auto":
+        return precision
+    return "mxfp8" if scaling == "mx" else f"fp8-{scaling}"
+
+
 def policy_word(field: str, value: Any) -> Any:
     """The field's own word for what people write; what nobody knows is left to the field's rule."""
     if not isinstance(value, str) or field not in POLICY:
@@ -153,6 +191,11 @@ def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A run's table with numbers and its own words, and what each other word was taken for."""
     tidy: dict[str, Any] = dict(table)
     notes: list[str] = []
+    policy = tidy.get("policy")
+    if isinstance(policy, dict) and (apart := with_scaling(policy)) != policy:
+        tidy["policy"] = apart
+        what = f"{apart['precision']} with scaling {apart['scaling']}"
+        notes.append(f"precision {policy['precision'].strip()} = {what}")
     for path in (*_SIZES, *(f"policy.{name}" for name in POLICY)):
         head, _, leaf = path.rpartition(".")
         inner = tidy.get(head) if head else tidy

@@ -119,7 +119,8 @@ def _sizes(request: AdviseRequest) -> Advice:
         device = catalog.device(request.gpu)
     else:
         raise UserError("is required", field="gpu", hint="or pass --cluster NAME")
-    precision = words.policy_word("precision", request.precision)
+    stated = words.with_scaling({"precision": request.precision})["precision"]
+    precision = words.policy_word("precision", stated)
     check.that(precision in BUNDLES, "precision", precision, f"is not one of {', '.join(BUNDLES)}")
     if precision in ("fp8", "fp4"):
         device.peak(precision)  # refuses a GPU without it

@@ -185,7 +185,7 @@ def _comments(package: Package, setup: Setup) -> list[str]:
         f"{MARK} {package.engine.name}, for {package.engine.release}",
         f"{setup.model_name or setup.model.name}, {setup.chosen} on {where}"
         f" ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
-        f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.precision},"
+        f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.scaled_name},"
         f" {policy.sharding}, recompute {policy.recompute}",
         *setup.notes,
         *package.about,
