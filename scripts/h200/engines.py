@@ -180,8 +180,9 @@ def _shape_cells(model: ModelShape) -> Row:
 
 
 def may_fit(row: Row) -> bool:
-    """Whether a rough count of bytes leaves room: weights, gradients and moments; what a layer keeps
-    of a token; the loss over all words. It only keeps rows out that would surely end early."""
+    """Return whether a rough count of bytes leaves room: weights, gradients and moments; what a
+    layer keeps of a token; the loss over all words. It only keeps out what would surely end
+    early."""
     name = str(row["model"]).removesuffix("-8l")
     model = catalog.model(name)
     if name + "-8l" == row["model"]:
@@ -250,9 +251,8 @@ def draw_all() -> None:
     write(GRID, rows)
     drawn = draw(rows)
     write(DRAWN, drawn)
-    print(
-        f"{len(rows)} candidates, {len(drawn)} drawn, {sum(bool(r['held_out']) for r in drawn)} apart"
-    )
+    apart = sum(bool(row["held_out"]) for row in drawn)
+    print(f"{len(rows)} candidates, {len(drawn)} drawn, {apart} kept apart")
 
 
 def predict_all() -> None:

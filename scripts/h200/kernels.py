@@ -200,8 +200,8 @@ BLOCK = 128
 
 
 def products() -> Iterator[Case]:
-    """Forward, gradient of the input and of the weight. In fp8 the hardware multiplies rows by rows:
-    gradients take copies that lie the other way, whose making is no part of these."""
+    """Return products of a forward pass and of both gradients. In fp8 the hardware multiplies rows
+    by rows: gradients take copies that lie the other way, whose making is no part of these."""
     for name, (wide, deep) in LINEARS.items():
         for tokens in BATCHES:
             for which, (m, n, k) in {
@@ -247,8 +247,8 @@ def _eight(which: str, m: int, n: int, k: int, *, by_row: bool) -> Call:
 
 
 def _block(which: str, m: int, n: int, k: int) -> Call:
-    """Scales of 1 x 128 on the left; of 128 x 128 on the right, but for the weight's gradient, where
-    both sides are activations."""
+    """Return a product with scales of 1 x 128 on the left; of 128 x 128 on the right, but for the
+    weight's gradient, where both sides are activations."""
     from torch.nn.functional import ScalingType
 
     a, b = _random(m, k).to(FP8), _random(n, k).to(FP8).t()

@@ -2,9 +2,9 @@
 
 python scripts/h200/rank.py ROWS.csv OUT.csv [--seconds 540] [--first ROW_ID] [--only ROW_ID ...]
 
-Runs the rows of a table that scripts/h200/engines.py has drawn, in its order, and writes OUT.csv: the
-same cells with what was measured. The next row's process imports its engine while a row runs, and
-touches the GPU when its turn comes. A row of several GPUs is one rank of them on a fake process
+Runs the rows of a table that scripts/h200/engines.py has drawn, in its order, and writes OUT.csv:
+the same cells with what was measured. While a row runs the next one's process imports its engine
+and touches the GPU when its turn comes. A row of several GPUs is one rank of them on a fake process
 group: its sizes are true, its seconds lack communication.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import itertools
 import json
 import os
 import subprocess
@@ -362,7 +363,7 @@ def measure(row: Row) -> Facts:
                 job.step()
                 mark.record()
             cuda.synchronize()
-        seconds = [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
+        seconds = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks)]
         late = sorted(seconds[many // 2 :])
         step_s = median(late)
         tokens = _local(row) * int(row["seq_len"]) // (int(row["tp"]) * int(row["pp"]))
