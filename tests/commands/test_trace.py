@@ -39,6 +39,17 @@ def test_a_model_gives_sizes_and_flags_override(cli: Cli) -> None:
     assert (sizes["hidden"], sizes["heads"], sizes["kv_heads"]) == (4096, 32, 4)
 
 
+@pytest.mark.parametrize(("model", "matrices"), [("llama-3.1-8b", 3), ("gpt-tiny", 2)])
+def test_mlp_trace_counts_every_matrix_of_the_model(model: str, matrices: int, cli: Cli) -> None:
+    for kind in ("mlp", "mlp2d"):
+        data = cli.json("trace", kind, "--tokens", "4096", "--model", model, "--tp", "4")
+        hidden, ffn = data["sizes"]["hidden"], data["sizes"]["ffn"]
+        weights = [t for t in data["steps"][0]["tensors"] if t["name"].startswith("W")]
+        assert [tensor["elements"] for tensor in weights] == matrices * [hidden * ffn // 4]
+        flops = sum(step["flops_all"] for step in data["steps"])
+        assert flops == matrices * 2 * 4096 * hidden * ffn
+
+
 def test_a_picture_is_drawn(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "memory.png"
     cli("trace", "mlp", "--tokens", "64", "--hidden", "64", "--ffn", "256", "--picture", path)

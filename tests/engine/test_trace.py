@@ -55,6 +55,7 @@ def test_no_step_waits_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("ulysses", ask("naive")),
         ("ring", ask("flash")),
+        ("mlp2d", ask("flash", gated=True)),
         pytest.param("ulysses", ask("flash", kv_heads=2), marks=pytest.mark.slow),
         pytest.param("ulysses", ask("naive", kv_heads=8), marks=pytest.mark.slow),
         pytest.param("ring", ask("naive"), marks=pytest.mark.slow),

@@ -47,7 +47,8 @@ def trace(args: Any, show: OnEvent) -> Output:
     all, bytes sent and over which link, copy or view, and live and peak memory after every step.
 
     ulysses, allgather and ring split the sequence over all ranks (tp x cp x dp); mlp splits over
-    tp; in mlp2d a rank has tokens/dp (gathered over tp) and ffn/tp; layer is a whole decoder layer
+    tp; in mlp2d a rank has tokens/dp (gathered over tp) and ffn/tp (both with the gate of a gated
+    model's MLP); layer is a whole decoder layer
     of a model under tp x cp x dp, forward and backward.
     """
     answer = fourfold.trace(options.load(TraceRequest, args), on_event=show)

@@ -260,6 +260,7 @@ def _ask(request: TraceRequest) -> Ask:
         rank=request.rank,
         dtype=request.dtype,
         attention=request.attention,
+        gated=model is not None and model.gated,
         **sizes,
     )
 

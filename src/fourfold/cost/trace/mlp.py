@@ -27,7 +27,7 @@ def mlp(ask: Ask) -> Program:
             hint="use mlp2d, which also splits tokens over dp",
         )
     whole = ("tokens", "hidden")
-    hold, *products = _products("tokens", call("input", whole))
+    hold, *products = _products("tokens", call("input", whole), gated=ask.gated)
     total = call("output = all_reduce(partial)", whole)
     summed = step("sum", total, note="over tp", frees=("partial",))
     return _mlp(ask, "mlp", (hold, *products, summed), ask.tokens)
@@ -41,7 +41,7 @@ def mlp2d(ask: Ask) -> Program:
         raise UserError(rule, field="cp", value=layout.cp, hint=f"use dp = {layout.dp * layout.cp}")
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
     part = ("tokens/dp/tp", "hidden")
-    hold, *products = _products("tokens/dp", call("input_part", part))
+    hold, *products = _products("tokens/dp", call("input_part", part), gated=ask.gated)
     whole = call("input = all_gather(input_part)", ("tokens/dp", "hidden"))
     gather = step("gather", whole, note="over tp", frees=("input_part",))
     total = call("output = reduce_scatter(partial)", part)
@@ -49,17 +49,25 @@ def mlp2d(ask: Ask) -> Program:
     return _mlp(ask, "mlp2d", (hold, gather, *products, cut), ask.tokens // layout.dp)
 
 
-def _products(tokens: str, source: Call) -> tuple[Step, Step, Step]:
-    """Weights and input; both products of `tokens` tokens."""
+def _products(tokens: str, source: Call, *, gated: bool) -> tuple[Step, ...]:
+    """Return the steps that hold weights and input, and the GEMMs of `tokens` tokens.
+
+    A gated MLP has a third matrix, W3 in Llama's naming: act(input x W1) is multiplied by
+    input x W3.
+    """
     first, second = ("layers", "hidden", "ffn/tp"), ("layers", "ffn/tp", "hidden")
-    up = call("intermediate = act(input x W1)", (tokens, "ffn/tp"))
+    weights = (call("W1", first), call("W3", first)) if gated else (call("W1", first),)
+    names = ", ".join((*(weight.text for weight in weights), "W2"))
+    note = f"{names}: this rank's columns and rows, of all layers"
+    hold = step("hold", *weights, call("W2", second), source, note=note)
+    activate = call("intermediate = act(input x W1)", (tokens, "ffn/tp"))
     down = call("partial = intermediate x W2", (tokens, "hidden"))
-    held = (call("W1", first), call("W2", second), source)
-    return (
-        step("hold", *held, note="W1, W2: this rank's columns and rows, of all layers"),
-        step("up", up, note="one layer"),
-        step("down", down, note="this rank's share of the sum"),
-    )
+    last = step("down", down, note="this rank's share of the sum")
+    if not gated:
+        return hold, step("up", activate, note="one layer"), last
+    multiply = step("multiply", call("intermediate *= up"), frees=("up",))
+    up = step("up", call("up = input x W3", (tokens, "ffn/tp")), note="one layer")
+    return hold, step("gate", activate, note="one layer"), up, multiply, last
 
 
 def _mlp(ask: Ask, kind: Kind, steps: tuple[Step, ...], tokens: int) -> Program:

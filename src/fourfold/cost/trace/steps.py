@@ -27,13 +27,15 @@ WORKSPACE_BYTES = 42_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Sizes of one layer; `layers` only multiplies the weights held, `rank` is the one shown."""
+    """Sizes of one layer; `layers` only multiplies the weights held, `rank` is the one shown.
+    `gated`: the MLP has a gate, such as SwiGLU's."""
 
     tokens: int
     hidden: int
     heads: int = 1
     kv_heads: int = 1
     ffn: int = 1
+    gated: bool = False
     layers: int = 1
     layout: Layout
     dtype: Dtype = "bf16"
@@ -55,8 +57,8 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Call:
     """A formula, as it is printed, counted (walk.py) and run (engine/trace/steps.py), and the
-    symbolic sizes of what it makes: 'q, k = verb(a, b)', 'out = a x b^T', 'sum += a', or the name
-    alone of a tensor that is there from the start."""
+    symbolic sizes of what it makes: 'q, k = verb(a, b)', 'out = a x b^T', 'sum += a', 'x *= a', or
+    the name alone of a tensor that is there from the start."""
 
     text: str
     dims: tuple[tuple[str, ...], ...]
@@ -72,8 +74,8 @@ class Call:
     @property
     def verb(self) -> str:
         """Of products 'x' and 'x^T', with an activation 'act(x)'."""
-        if " += " in self.text:
-            return "+="
+        if in_place := _IN_PLACE.search(self.text):
+            return in_place[1]
         right = self.text.partition(" = ")[2]
         return _PRODUCT.sub("x", right) if self.is_product else right.partition("(")[0]
 
@@ -82,12 +84,13 @@ class Call:
         """What it works on: the last word of each argument, kv[0] is a part of kv."""
         if product := _PRODUCT.search(self.text):
             return [product[1], product[2]]
-        if self.verb == "+=":
-            return self.text.split(" += ")
+        if in_place := _IN_PLACE.search(self.text):
+            return self.text.split(in_place[0])
         inside = re.search(r"\((.*)\)", self.text)
         return [part.split()[-1] for part in inside[1].split(", ")] if inside else []
 
 
+_IN_PLACE = re.compile(r" ([+*]=) ")
 _PRODUCT = re.compile(r"(\w+) x ([\w\[\]]+)")
 
 

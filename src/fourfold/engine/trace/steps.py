@@ -205,6 +205,7 @@ VERBS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "stack": lambda s, sizes, *parts: torch.stack(parts),
     "zeros": zeros,
     "+=": lambda s, sizes, x, y: x.add_(y),
+    "*=": lambda s, sizes, x, y: x.mul_(y),
     "cast": cast,
     "attention": attention,
     "start_sums": start_sums,
