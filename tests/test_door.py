@@ -3,14 +3,16 @@ and headings are refused wherever a table is read, and two writers of one file l
 
 from __future__ import annotations
 
+import ast
 import csv
+import os
 import resource
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from fourfold.errors import UserError
 from fourfold.events import Event
 from fourfold.logs import metrics, tables
 from fourfold.logs.book import Book
+from fourfold.logs.lines import Line
 from fourfold.logs.mapping import propose
+from fourfold.logs.megatron import Megatron
 from fourfold.logs.nemo import Summary
 from fourfold.logs.nested import Yaml, bracketed
 from fourfold.logs.row import Row
@@ -31,7 +35,9 @@ from fourfold.spec.tokens import TokenInfo, edges_of, token_paths
 from fourfold.tables.forms import parse
 from fourfold.verbs.requests import FitRequest, ReportRequest, ScoreRequest
 from tests.growth import QUADRATIC, grows
+from tests.sources import tree_of
 
+SOURCE = Path(fourfold.__file__).parent
 BLOOM = Path(__file__).parent / "golden" / "bloom.csv"
 
 
@@ -54,6 +60,10 @@ def _names(size: int) -> None:
     assert len({row["row_id"] for row in rows}) == len(rows)
 
 
+def _dashes(size: int) -> None:
+    assert not Megatron(Book()).take(Line(1, "-" * size))
+
+
 def _key(size: int) -> None:
     with pytest.raises(UserError, match="more than 32 parts"):
         texts.parse_toml(".".join(["'a b'"] * size) + " = 1")
@@ -66,6 +76,7 @@ INPUTS: dict[str, Callable[[int], object]] = {
     "deep YAML": _yaml,
     "deep brackets": lambda size: bracketed(("{" + "k" * 3000 + ": [1, 2, ") * (size // 300)),
     "runs of a chart": _charts,
+    "dashes in a log": _dashes,
     "rows of one name": _names,
     "parts of a TOML key": _key,
 }
@@ -229,3 +240,102 @@ def test_a_token_file_may_claim_any_vocabulary(tmp_path: Path) -> None:
         env={"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.stdout.split() == ["2", "0.5623", "differs"]
+
+
+# --- every reader of a file goes through the door
+
+_NAMES = {"open", "read_text", "read_bytes", "memmap", "fromfile", "genfromtxt", "loadtxt",
+          "safe_open"}  # fmt: skip
+# Files that are opened elsewhere: "FILE FUNCTION" and why nobody waits for them.
+OUTSIDE_OF_THE_DOOR = {
+    "cost/fit/calibration.py _read": "the package's own data",
+    "cost/fit/calibration.py states": "the package's own data",
+    "conformance/verdicts.py ": "the package's own data",
+    "conformance/verdicts.py _text": "the package's own source",
+    "conformance/verdicts.py add": "the package's own source",
+    "page/document.py asset": "the package's own data",
+    "page/document.py plotly_script": "an installed package's data",
+    "spec/texts.py text": "the package's own data",
+    "conformance/ranks/host.py failure": "its own temporary folder",
+    "conformance/ranks/host.py run_cell": "its own temporary folder",
+    "launch/identity.py _environment": "/proc",
+    "launch/identity.py _is_starting": "/proc",
+    "launch/outcomes.py kernel_kills": "/sys",
+    "result/machine.py _of_cpu": "/proc",
+    "result/machine.py _stat": "/proc",
+    "result/machine.py host_memory_bytes": "/sys",
+    "spec/hf/folder.py _opened": "opened by name, once the door has opened it",
+    "traces/nsys.py read_nsys": "opened by name, once the door has opened it",
+}
+
+
+def _opens_to_read(call: ast.Call) -> bool:
+    """Whether a call opens a file by its name to read it. What os.open opens has flags of its own
+    and is a lock, a device or a folder: readers hold a stream."""
+    function = call.func
+    if isinstance(function, ast.Name):
+        return function.id == "open" and not _writes(call.args[1:], call)
+    if not isinstance(function, ast.Attribute):
+        return False
+    owner = ast.unparse(function.value)
+    if owner == "sqlite3":
+        return function.attr == "connect"
+    if owner in ("files", "stored", "os", "webbrowser") or function.attr not in _NAMES:
+        return False
+    of_numpy = owner == "np"
+    if of_numpy and ast.unparse(call.args[0]) == "stream":  # which the door has opened
+        return False
+    return of_numpy or not _writes(call.args, call)
+
+
+def _writes(args: Iterable[ast.expr], call: ast.Call) -> bool:
+    modes = [*args, *(word.value for word in call.keywords if word.arg == "mode")]
+    return any(isinstance(m, ast.Constant) and str(m.value)[:1] in ("w", "a", "x") for m in modes)
+
+
+def _readers_by_name(path: Path) -> Iterator[str]:
+    def visit(node: ast.AST, function: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.Call) and _opens_to_read(child):
+                yield f"{path.relative_to(SOURCE)} {inside}"
+            yield from visit(child, inside)
+
+    return visit(tree_of(path), "")
+
+
+def test_readers_of_files_use_the_door() -> None:
+    doors = {SOURCE / "files.py", SOURCE / "result" / "files" / "stored.py"}
+    paths = sorted({*SOURCE.rglob("*.py")} - doors)
+    assert len(paths) > 300
+    assert {name for path in paths for name in _readers_by_name(path)} == {*OUTSIDE_OF_THE_DOOR}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["open(p)", "open(p, 'rb')", "p.open()", "p.open('rb')", "p.read_text()", "p.read_bytes()",
+     "gzip.open(p)", "sqlite3.connect(p)", "np.fromfile(p)", "np.memmap(p, mode='r')"],
+)  # fmt: skip
+def test_a_reader_outside_of_the_door_is_found(source: str) -> None:
+    assert _opens_to_read(ast.parse(source).body[0].value)
+
+
+@pytest.mark.parametrize(
+    "source", ["open(p, 'wb')", "p.open('a')", "files.read_text(p)", "np.fromfile(stream)"]
+)
+def test_writers_and_the_door_are_not(source: str) -> None:
+    assert not _opens_to_read(ast.parse(source).body[0].value)
+
+
+def test_pipes_without_a_writer_and_folders_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    with files.open_stream(pipe) as stream:
+        assert stream.read() == b""
+    for read in (files.open_regular, files.open_own, files.read_own):
+        with pytest.raises(UserError, match="is not a regular file"):
+            read(pipe)
+    for path, rule in ((tmp_path, "is a folder"), (Path("/dev/zero"), "is a device")):
+        with pytest.raises(UserError, match=rule):
+            files.open_stream(path)
+    with pytest.raises(UserError, match="is not a regular file"):
+        fourfold.diagnose([str(pipe)])

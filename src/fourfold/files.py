@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import math
 import os
 import stat
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from fourfold.errors import MachineError, UserError
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:  # 6 ms with what it imports, at every start
 MAX_TEXT_BYTES = 512 * 2**20
 # A stored report of 10,000 ranks and 50 steps has 40 MB. Parsed, JSON may take twenty times that.
 MAX_STORED_BYTES = 64 * 2**20
+# Read ahead of what is taken in pieces.
+_STREAM_BYTES = 2**18
 # Errors of a machine, not of a request.
 _MACHINE = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
@@ -68,37 +72,81 @@ def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STOR
     return _read(path, field, max_bytes, own=True)
 
 
+def open_stream(path: str | Path, *, field: str = "file") -> io.BufferedReader:
+    """Return a buffered stream of a user's file or pipe, for a reader that takes it in pieces.
+    Folders and devices are refused; a pipe without a writer reads as empty."""
+    return _open(path, field, math.inf, _STREAM_BYTES, own=False)
+
+
+def open_own(path: str | Path, *, field: str = "file") -> io.BufferedReader:
+    """Return a buffered stream of a file that fourfold wrote: regular, under its own name."""
+    return _open(path, field, math.inf, _STREAM_BYTES, own=True)
+
+
+def open_regular(path: str | Path, *, field: str = "file") -> io.BufferedReader:
+    """Return a buffered stream of a user's file that can be read more than once: no pipe."""
+    stream = _open(path, field, math.inf, _STREAM_BYTES, own=False)
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise UserError("is not a regular file", field=field, value=str(path))
+    return stream
+
+
+def read_own_text(path: str | Path, *, field: str = "file") -> str:
+    """Return the UTF-8 text of a file that fourfold wrote."""
+    return text_of(read_own(path, field=field), path, field=field)
+
+
 def _read(path: str | Path, field: str, max_bytes: int, *, own: bool) -> bytes:
+    try:
+        with _open(path, field, max_bytes, io.DEFAULT_BUFFER_SIZE, own=own) as stream:
+            content = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise refused(error, path, field=field, verb="read") from None
+    if len(content) > max_bytes:
+        _refuse(_too_large(max_bytes, own=own), path, field)
+    return content
+
+
+def _open(
+    path: str | Path, field: str, max_bytes: float, buffer_bytes: int, *, own: bool
+) -> io.BufferedReader:
     # A named pipe without a writer would block for ever; without blocking it reads as empty.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_NOFOLLOW", 0) if own else 0
     try:
-        problem = _LINK if own and os.path.islink(path) else None
-        content = b""
-        if problem is None:
-            handle = os.open(path, flags)
-            with os.fdopen(handle, "rb") as stream:
-                problem = _problem(handle, path, max_bytes, own=own)
-                if problem is None:
-                    os.set_blocking(handle, True)
-                    content = stream.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            problem = _too_large(max_bytes, own=own)
+        if own and os.path.islink(path):
+            _refuse(_LINK, path, field)
+        handle = os.open(path, flags)
+        try:
+            problem = _problem(handle, path, max_bytes, own=own)
+            if problem is not None:
+                _refuse(problem, path, field)
+            os.set_blocking(handle, True)
+            return io.BufferedReader(io.FileIO(handle), buffer_bytes)
+        except BaseException:
+            os.close(handle)
+            raise
+    except UserError:  # a ValueError as well
+        raise
     except (OSError, ValueError) as error:
         raise refused(error, path, field=field, verb="read") from None
-    if problem is not None:
-        raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
-    return content
+
+
+def _refuse(problem: tuple[str, str], path: str | Path, field: str) -> NoReturn:
+    raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
 
 
 _LINK = ("is a symbolic link", "replace it by the file itself")
 
 
-def _too_large(max_bytes: int, *, own: bool) -> tuple[str, str]:
+def _too_large(max_bytes: float, *, own: bool) -> tuple[str, str]:
     return f"is over {max_bytes / 2**20:g} MiB", "" if own else "pass a text file"
 
 
-def _problem(handle: int, path: str | Path, max_bytes: int, *, own: bool) -> tuple[str, str] | None:
+def _problem(
+    handle: int, path: str | Path, max_bytes: float, *, own: bool
+) -> tuple[str, str] | None:
     """(rule, hint) for what cannot be read: folders, disks, /dev/zero, files that are too large."""
     status = os.fstat(handle)
     kind = status.st_mode

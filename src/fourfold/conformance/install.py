@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from fourfold import files
 from fourfold.conformance.ranks.adapters import FILES, adapter_file, version_key
 from fourfold.errors import MachineError, UserError, nearest
 
@@ -74,7 +75,7 @@ def installed(folder: Path) -> list[Release]:
     """Whole ones, oldest version first."""
     found = []
     for ready in folder.glob(f"*/{READY}"):
-        engine, _, version = ready.read_text(encoding="utf-8").partition("==")
+        engine, _, version = files.read_own_text(ready).partition("==")
         if engine in FILES:
             found.append(Release(engine, version, str(ready.parent / "bin" / "python")))
     return sorted(found, key=lambda one: (one.engine, version_key(one.version)))

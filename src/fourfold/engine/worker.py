@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fourfold import files
 from fourfold.engine.process.node import Node, appended, interface_to
 from fourfold.result.job import Job, log_file
 from fourfold.spec import codec
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     launcher, per_node = int(options.get("--launcher", 0)), int(options.get("--per-node", 0))
     node = Node.of(per_node, os.environ) if per_node else None
     host = None if "RANK" in os.environ and not launcher else Host(path.parent, launcher, node)
-    job = codec.from_json(Job, path.read_text(encoding="utf-8"))
+    job = codec.from_json(Job, files.read_text(path))
     if host is not None and job.patient:
         host.leave_to_launcher()
     if node is not None and "OMP_NUM_THREADS" not in os.environ:  # torch reads it when imported

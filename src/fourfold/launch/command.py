@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.folder import exclusive
 from fourfold.launch.identity import VARIABLE, end_marked, new_mark
@@ -208,7 +209,9 @@ def watched(
 def _take(log: Path, read: dict[Path, int], watch: Watch, steps: int) -> int:
     """Steps seen after what the log has grown by. Opened anew at every look: only then does a
     network file system ask what another host has written."""
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as stream:
+    if not log.exists():
+        return steps
+    with files.open_own(log) as stream:
         stream.seek(read.get(log, 0))
         while chunk := stream.read(_CHUNK_BYTES):
             steps = watch.take(log.name, chunk)

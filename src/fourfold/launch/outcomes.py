@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.job import Beat, RankFailure, failure_file, log_file
 from fourfold.result.report import Failure, Outcome
@@ -35,7 +37,7 @@ _WAITING_CALL = re.compile(
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _INNER_FRAMES = 5
-_TAIL_LINES, _TAIL_CHARS = 15, 1500
+_TAIL_LINES, _TAIL_CHARS, _TAIL_BYTES = 15, 1500, 2**16
 # Who starts the ranks of a host and watches them; in place of a rank's number.
 WORKER = -1
 # Ranks give a sign every quarter second; one this old, beside fresh ones, is of a stopped rank.
@@ -145,8 +147,8 @@ def own_words(folder: Path, rank: int) -> RankFailure | None:
 def read_if_whole(kind: type[T], path: Path) -> T | None:
     """What a rank has left; None where it left nothing, or died while it wrote."""
     try:
-        return codec.from_json(kind, path.read_text(encoding="utf-8"))
-    except (OSError, UserError):
+        return codec.from_json(kind, files.read_own_text(path))
+    except UserError:
         return None
 
 
@@ -217,8 +219,8 @@ def _waits(folder: Path, rank: int) -> bool:
     """Whether the dumped stack of the main thread stands inside communication, torch's or ours.
     Without a stack nothing is known, and other evidence must tell: then it counts as waiting."""
     try:
-        text = (folder / f"stack-{rank}.txt").read_text(encoding="utf-8")
-    except OSError:
+        text = files.read_own_text(folder / f"stack-{rank}.txt")
+    except UserError:
         return True
     main = text.split("Thread 0x")[-1].splitlines()[1:]
     if _WAITING.search("\n".join(main[:_INNER_FRAMES])):
@@ -230,17 +232,19 @@ def _source_line(frame: str) -> str:
     """The text of the line a frame stands at; compiled code below it has no frame of its own."""
     match = _FRAME.search(frame)
     try:
-        lines = Path(match.group(1)).read_text(encoding="utf-8").splitlines() if match else []
+        lines = files.read_text(match.group(1)).splitlines() if match else []
         return lines[int(match.group(2)) - 1] if match else ""
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return ""
 
 
 def tail(path: Path) -> str:
     """The last lines of a log, for a report that must stand alone."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        with files.open_own(path) as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = stream.read(_TAIL_BYTES).decode("utf-8", errors="replace").splitlines()
+    except (OSError, UserError):
         return ""
     return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
 

@@ -219,7 +219,7 @@ class Queue:
                 if written is None:
                     rule, hint = "is followed by another command", "wait for it, or stop it"
                     raise UserError(rule, field="run", value=str(batch[0][0]), hint=hint)
-                scripts.append(self.slurm.write_script(written).read_text(encoding="utf-8"))
+                scripts.append(files.read_own_text(self.slurm.write_script(written)))
                 self._scripts.release()
         finally:
             self._release()

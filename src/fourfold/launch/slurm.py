@@ -167,8 +167,8 @@ def ask(command: list[str], *, at_most_s: float = _ASK_S) -> subprocess.Complete
 
 def submitted(folder: Path) -> Submitted | None:
     """By a command or, as the script's log tells, by hand."""
-    with contextlib.suppress(OSError, UserError):
-        return codec.from_json(Submitted, (folder / SUBMITTED_FILE).read_text(encoding="utf-8"))
+    with contextlib.suppress(UserError):
+        return codec.from_json(Submitted, files.read_own_text(folder / SUBMITTED_FILE))
     of = _member(folder)
     logs = Path(of.logs) if of else folder
     numbers = [int(m[1]) for path in logs.glob("slurm-*.log") if (m := _LOG.match(path.name))]
@@ -208,8 +208,8 @@ def logs_of(folder: Path) -> Path | None:
 
 
 def _member(folder: Path) -> Member | None:
-    with contextlib.suppress(OSError, UserError):
-        return codec.from_json(Member, (folder / MEMBER_FILE).read_text(encoding="utf-8"))
+    with contextlib.suppress(UserError):
+        return codec.from_json(Member, files.read_own_text(folder / MEMBER_FILE))
     return None
 
 
@@ -230,6 +230,6 @@ def living(folder: Path) -> str:
 
 def _stored_job(folder: Path) -> str:
     try:
-        return (folder / JOB_FILE).read_text(encoding="utf-8")
-    except OSError:
+        return files.read_own_text(folder / JOB_FILE)
+    except UserError:
         return ""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from fourfold import files
+from fourfold.errors import UserError
 from fourfold.launch.batch_script import HUNG_FILE
 from fourfold.launch.command import Ended, Watch, watched
 from fourfold.launch.slurm import Slurm
@@ -59,8 +61,8 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
 
 def _limit_of_script(folder: Path) -> str:
     """By which the script has ended the run; '' where it has not."""
-    with contextlib.suppress(OSError):
-        return (folder / HUNG_FILE).read_text(encoding="utf-8").strip()
+    with contextlib.suppress(UserError):
+        return files.read_own_text(folder / HUNG_FILE).strip()
     return ""
 
 

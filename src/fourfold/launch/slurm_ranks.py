@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fourfold import files
+from fourfold.errors import UserError
 from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE, BatchJob
 from fourfold.launch.outcomes import STALE_S, JobScene, tail
 from fourfold.launch.slurm import GONE_S, LIVING, WAITING, Slurm, State, submitted
@@ -106,8 +108,8 @@ class SlurmRanks:
         return self._ended or (gone and not self._patient)
 
     def _script_ended(self) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            text = (self.scene.folder / EXIT_FILE).read_text(encoding="utf-8")
+        with contextlib.suppress(ValueError):
+            text = files.read_own_text(self.scene.folder / EXIT_FILE)
             start, code = map(int, text.split())
             if start >= self._start:
                 self.scene.worker_exit = code
@@ -147,7 +149,7 @@ class SlurmRanks:
 
     def _read_news(self, path: Path) -> None:
         """Whole lines that were added; a node that is writing finishes its line later."""
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError, UserError), files.open_own(path) as file:
             file.seek(self._read.get(path, 0))
             new = file.read()
             whole = new[: new.rfind(b"\n") + 1]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import codecs
 import io
-import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from fourfold import files
-from fourfold.errors import UserError
 from fourfold.spec.nccl_tests import unlabelled
 
 # A configuration printed on one line has some 100 KB; more is not a line that anybody reads.
@@ -64,18 +61,13 @@ def encoding_of(head: bytes) -> str:
 
 def open_text(path: str | Path) -> io.TextIOWrapper:
     """A log as text; folders and devices are refused, a pipe without a writer reads as empty."""
+    stream = files.open_stream(path, field="LOG")
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        mode = os.fstat(handle).st_mode
-        if stat.S_ISDIR(mode) or stat.S_ISBLK(mode) or stat.S_ISCHR(mode):
-            os.close(handle)
-            raise UserError("is not a log", field="LOG", value=str(path), hint="pass a text file")
-        os.set_blocking(handle, True)
-        stream = io.BufferedReader(io.FileIO(handle), 2**18)
         encoding = encoding_of(stream.peek(_HEAD_BYTES)[:_HEAD_BYTES])
-        return io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        stream.close()
         raise files.refused(error, path, field="LOG", verb="read") from None
+    return io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
 
 
 def read_lines(path: str | Path) -> Iterator[Line]:

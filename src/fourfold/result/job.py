@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result import report
 from fourfold.result.timing import Warmup
@@ -190,7 +191,7 @@ def padded(plain: Mapping[str, object], width: int) -> bytes:
 def read_beat(path: Path) -> Beat | None:
     """None when the rank has not written yet, or is writing right now."""
     try:
-        where, alive = path.read_bytes().splitlines()
+        where, alive = files.read_own(path).splitlines()
         return codec.decode(Beat, json.loads(where) | json.loads(alive))
-    except (OSError, ValueError):
+    except ValueError:
         return None

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.spec import RunSpec, check
 
@@ -136,11 +137,11 @@ def _may_replace(path: Path) -> bool:
         return True
     import gzip  # only paid where there is a file
 
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as stream:
+        with files.open_stream(path, field="trace") as plain:
+            stream = gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
             start = stream.read(4096)
-    except OSError:
+    except (OSError, EOFError, UserError):
         return False
     return not start or b'"schemaVersion"' in start
 

@@ -108,7 +108,7 @@ def edges_of(path: Path, size: int) -> str:
 
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as stream:
+        with files.open_regular(path, field="data") as stream:
             digest.update(stream.read(_EDGE_BYTES))
             stream.seek(max(0, size - _EDGE_BYTES))
             digest.update(stream.read(_EDGE_BYTES))
@@ -267,7 +267,11 @@ def chunks(path: str | Path) -> Iterator[bytes]:
 
     try:
         with contextlib.ExitStack() as stack:
-            plain = sys.stdin.buffer if str(path) == "-" else stack.enter_context(open(path, "rb"))
+            plain = (
+                sys.stdin.buffer
+                if str(path) == "-"
+                else stack.enter_context(files.open_stream(path))
+            )
             while content := plain.read(_CHUNK_BYTES):
                 yield content
     except OSError as error:

@@ -33,7 +33,7 @@ def read_file(path: str | Path) -> Document:
     except UserError as error:
         if "UTF-8" not in error.rule:
             raise
-        text = Path(path).read_bytes().decode("utf-8", errors="replace")
+        text = files.read_bytes(path, field="table").decode("utf-8", errors="replace")
         if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
             raise
     with inside(path):

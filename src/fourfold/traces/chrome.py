@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.files import refused
 
@@ -35,7 +36,7 @@ class ChromeReader:
 
     def events(self) -> Iterator[list[dict[str, Any]]]:
         try:
-            with open(self.path, "rb") as plain:
+            with files.open_regular(self.path, field="trace") as plain:
                 is_gzip = plain.read(2) == GZIP_MAGIC
                 plain.seek(0)
                 stream = gzip.GzipFile(fileobj=plain) if is_gzip else plain

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.files import refused
 from fourfold.result.trace import TRACE_KEY, TracedRun
@@ -179,7 +180,7 @@ def trace_files(names: list[str]) -> list[Path]:
 
 def read_trace(path: Path) -> Trace:
     try:
-        with open(path, "rb") as stream:
+        with files.open_regular(path, field="trace") as stream:
             magic = stream.read(16)
     except OSError as error:
         raise refused(error, path, field="trace", verb="read") from None

@@ -163,12 +163,10 @@ def _nccl(log: str) -> FileRead | None:
     try:
         if not Path(log).is_file() or Path(log).stat().st_size > _NCCL_BYTES:
             return None
-        with open(log, encoding="utf-8", errors="replace") as stream:
-            text = stream.read(_SNIFF_CHARS)
-            if not any(word in text for word in ("nccl-tests", "# nThread", "algbw")):
-                return None
-            text += stream.read()
-    except OSError:
+        text = files.read_bytes(log, field="LOG", max_bytes=_NCCL_BYTES).decode(errors="replace")
+        if not any(word in text[:_SNIFF_CHARS] for word in ("nccl-tests", "# nThread", "algbw")):
+            return None
+    except (OSError, UserError):
         return None  # said by whoever reads it as a log
     one = FileRead(log, "nccl-tests", book=Book(lines=text.count("\n")))
     try:
@@ -250,9 +248,9 @@ def _is_ours(path: Path) -> bool:
 def _is_of(path: Path, kind: str) -> bool:
     """Whether it is a file that we wrote: others have a state.json too."""
     try:
-        with open(path, "rb") as stream:
+        with files.open_own(path) as stream:
             return f'"type": "{kind}"'.encode() in stream.read(200)
-    except OSError:
+    except (OSError, UserError):
         return False
 
 

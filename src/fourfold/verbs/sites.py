@@ -125,7 +125,7 @@ def submission_of(job: Job, folder: Path, on: Slurm, *, only_print: bool) -> Sub
     with job_folder(folder):
         files.write_text(folder / JOB_FILE, codec.to_json(job))
         if only_print:
-            return Submission(scripts=(on.write_script(batch).read_text(encoding="utf-8"),))
+            return Submission(scripts=(files.read_own_text(on.write_script(batch)),))
         require_torch()
         on.submit(batch)
     return Submission((described_job(folder),))

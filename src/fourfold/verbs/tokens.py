@@ -115,7 +115,8 @@ def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -
     """What a token file holds; all of it is read and checked, unless `quick`."""
     info, (path, _) = read_info(name), token_paths(name)
     kind = np.dtype(info.dtype).newbyteorder("<")
-    first = np.fromfile(path, dtype=kind, count=min(_FIRST, info.tokens)).tolist()
+    with files.open_regular(path, field="data") as stream:
+        first = np.fromfile(stream, dtype=kind, count=min(_FIRST, info.tokens)).tolist()
     text = None
     if info.tokenizer == "bytes":
         text = bytes(token for token in first if token < 256).decode("utf-8", errors="replace")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fourfold import files
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -180,7 +181,7 @@ def _row(index: int, spec: RunSpec, folder: Path, end: RunReport | None) -> dict
     }
     path = folder / f"answer-{index}.json"
     if path.exists():
-        return row | json.loads(path.read_text(encoding="utf-8"))
+        return row | json.loads(files.read_own_text(path))
     words = "no answer"
     if end is not None and end.failure is not None:
         words = f"{end.outcome}: {end.failure.who}: {end.failure.message}"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold import files
 from fourfold.engine.data import rng
 from fourfold.engine.data.rng import shuffled
 from fourfold.engine.model.decoder import IGNORE
@@ -131,7 +132,8 @@ class TokenFile:
         require_fit(self.info, name=name, vocab=vocab, seq_len=seq_len)
         self.windows = self.info.windows(seq_len)
         kind = np.dtype(self.info.dtype).newbyteorder("<")
-        self._tokens = np.memmap(token_paths(name)[0], dtype=kind, mode="r")
+        with files.open_regular(token_paths(name)[0], field="data") as stream:
+            self._tokens = np.memmap(stream, dtype=kind, mode="r")
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._ahead: dict[tuple[int, int, int], tuple[Future[Tensor], Tensor, Tensor]] = {}
         self._reader: ThreadPoolExecutor | None = None

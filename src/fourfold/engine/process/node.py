@@ -67,7 +67,7 @@ class Node:
         while not path.exists():  # the start limit ends a wait in vain
             os.listdir(path.parent)  # a network file system then asks its server
             time.sleep(_LOOK_S)
-        env["MASTER_PORT"] = path.read_text(encoding="utf-8").strip()
+        env["MASTER_PORT"] = files.read_own_text(path).strip()
 
     def clear(self, folder: Path, ranks: range) -> None:
         """What its ranks left before Slurm started the job over: nothing of it is true now."""

@@ -65,7 +65,7 @@ class _Wandb:
         self._run = wandb.init(
             project=settings.wandb,
             dir=str(out),
-            id=known.read_text().strip(),
+            id=files.read_own_text(known).strip(),
             resume="allow",
             config=config,
         )

@@ -108,8 +108,7 @@ class HfFolder:
 
     def _opened(self, path: Path) -> Any:
         package = safetensors()
-        if path.exists() and not path.is_file():  # a pipe would wait for a writer
-            raise UserError("is not a regular file", field="weights", value=str(path))
+        files.open_regular(path, field="weights").close()  # a pipe would wait for a writer
         try:
             return package.safe_open(path, framework=self._framework, device="cpu")
         except (OSError, package.SafetensorError) as error:
