@@ -585,6 +585,23 @@ def test_no_precision_is_faster_than_its_peak(cli, precision: str) -> None:
     assert 5 < row["mfu_pct"] < 90
 
 
+def test_explain_reads_layouts_as_a_plan_prints_them() -> None:
+    request = PlanRequest(
+        model="llama-3.1-8b", gpu="h100-80gb", gpus=16, stack="megatron", seq_len=8192,
+        global_batch=64, top=30,
+    )  # fmt: skip
+    names = [str(row) for row in plan(request).ranked]
+    assert {" v" in name for name in names} == {" ring" in name for name in names} == {True, False}
+    for name in names[::4]:
+        explained = fourfold.explain(request, f"{name}, micro batch 1").explanation
+        assert explained.row is not None
+        assert {*name.split()} <= {*str(explained.row).split()}
+        assert {row.micro_batch for row in explained.variants or ()} == {1}
+    fixed = replace(request, layout="pp2 tp1 v4", top=1)
+    assert fixed.policy == {"virtual_stages": 4}
+    assert str(plan(fixed).best).endswith(" v4")
+
+
 def test_explain_says_that_it_knows_one_order_of_axes() -> None:
     heard: list[str] = []
     asked = PlanRequest(

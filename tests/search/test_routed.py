@@ -36,7 +36,7 @@ ASK = [
         ("pp2 dp8", 0, "pp2 dp8 cp1 tp1 ep4"),
         ("pp2 dp8 ep1", 1, "GiB of 79.6"),
         ("dp16 ep3", 1, "[experts] layout.ep=3"),
-        ("pp2 dp8 ep8 v3", 2, "'v2' is --virtual-stages 2"),
+        ("pp2 dp8 ep8 v3", 0, "pp2 dp8 cp1 tp1 ep8 v3"),
     ],
 )
 def test_a_layout_is_explained_with_the_experts_it_names(cli, layout, status, says) -> None:

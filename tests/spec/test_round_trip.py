@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.result.report import RunReport, StepReport
-from fourfold.spec import catalog, codec
+from fourfold.search.plan_answer import Choice
+from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault, RunSpec
-from fourfold.spec.words import BUNDLES, Dtype
+from fourfold.spec.sweep import expand, read_sweep
+from fourfold.spec.words import BUNDLES, CP_KINDS, SCHEDULES, Dtype
 from tests.sampling import examples
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -104,6 +106,48 @@ def test_layout_prints_and_parses(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
     ranks = {tuple(layout.coordinates(rank).items()) for rank in range(min(layout.world, 512))}
     assert len(ranks) == min(layout.world, 512)
+
+
+@given(
+    layouts,
+    st.sampled_from(CP_KINDS),
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 16),
+    st.integers(1, 64),
+)
+def test_printed_layout_reads_back_to_itself(layout, cp_kind, schedule, virtual, micro) -> None:
+    policy = Policy(cp_kind=cp_kind, schedule=schedule, virtual_stages=virtual)
+    choice = Choice(layout=layout, policy=policy, micro_batch=micro)
+    text = f"{choice}, micro batch {micro}, zero1, recompute norm+act"
+    table = words.with_layout_words({"layout": text})
+    assert Layout.parse(table["layout"]) == layout
+    policy = codec.decode(Policy, table["policy"])
+    read = Choice(layout=layout, policy=policy, micro_batch=table["batch"]["micro_batch"])
+    assert str(read) == str(choice)
+    assert (read.micro_batch, policy.sharding, policy.recompute) == (micro, "zero1", "norm+act")
+
+
+def test_layout_text_must_agree_with_the_fields_it_decides() -> None:
+    base = {"model": "llama-tiny", "gpus": 4, "batch": {"seq_len": 64, "global_batch": 8}}
+    layout = "pp2 dp2 cp1 tp1 v2"
+    assert codec.load(RunSpec, {**base, "layout": layout}).policy.virtual_stages == 2
+    with pytest.raises(UserError, match=r"contradicts policy\.virtual_stages = 4"):
+        codec.load(RunSpec, {**base, "layout": layout, "policy": {"virtual_stages": 4}})
+    with pytest.raises(UserError, match="says virtual_stages 2 and 3"):
+        codec.load(RunSpec, {**base, "layout": f"{layout} v3"})
+
+
+def test_sweep_reads_printed_layouts_as_base_and_axis() -> None:
+    base = {"model": "llama-tiny", "gpus": 4, "batch": {"seq_len": 64, "global_batch": 8}}
+    texts = ["pp2 dp2 cp1 tp1 v2", "pp1 dp2 cp2 tp1 ulysses"]
+    varied = expand(read_sweep({**base, "sweep": {"layout": texts}})).combinations
+    policies = [combination.spec.policy for combination in varied]
+    assert [(policy.virtual_stages, policy.cp_kind) for policy in policies] == [
+        (2, "ring"),
+        (1, "ulysses"),
+    ]
+    fixed = expand(read_sweep({**base, "layout": "pp2 tp1 v2", "sweep": {"tp": [1, 2]}}))
+    assert [one.spec.policy.virtual_stages for one in fixed.combinations] == [2, 2]
 
 
 def test_layout_text_of_the_documentation() -> None:

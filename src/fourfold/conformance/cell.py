@@ -48,6 +48,7 @@ class Cell:
         sizes: dict[str, int] = {}
         options: set[str] = set()
         for word in text.replace(",", " ").split():
+            word = {"v2": "interleaved"}.get(word, word)  # as plans print it
             found = re.fullmatch(r"([a-z]+)([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?", word)
             if word in OPTIONS and word not in options:
                 options.add(word)

@@ -125,11 +125,7 @@ class Layout:
             rest = rest[match.end() :] if match else rest
             axis = match.group(1) if match else ""
             if match is None or axis in order or (match.group(3) and axis != "dp"):
-                listed = re.match(
-                    r"\s*(?:v[0-9]|ring|allgather|ulysses)", rest
-                )  # in tables of plans
-                how = "'ring' is --cp-kind ring, 'v2' is --virtual-stages 2"
-                hint = f"write it as 'pp2 dp2x4 cp1 tp8'{f'; {how}' if listed else ''}"
+                hint = "write it as 'pp2 dp2x4 cp1 tp8'"
                 raise UserError("is not a layout", field="layout", value=text, hint=hint)
             order.append(axis)
             if axis == "dp":

@@ -107,6 +107,8 @@ def _plain_value(path: str, value: Any) -> Any:
         return value
     if path == "policy.precision" and words.with_scaling({"precision": value}).get("scaling"):
         return value  # says two fields, which the run's table takes apart
+    if path == "layout":
+        return value  # so may a layout as it is printed: 'pp2 dp2 cp1 tp1 v4'
     head, _, leaf = path.rpartition(".")
     tidy, _ = words.tidied({head: {leaf: value}} if head else {leaf: value})
     return tidy[head][leaf] if head else tidy[leaf]
@@ -176,7 +178,7 @@ def expand(sweep: Sweep) -> Expansion:
 
 
 def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    table = copy.deepcopy(dict(base))
+    table = words.with_layout_words(copy.deepcopy(dict(base)))
     for name, value in varied:
         *parents, leaf = path_of(name).split(".")
         if parents[:1] == ["model"]:
@@ -189,6 +191,7 @@ def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict
             inner[parent] = dict(known) if isinstance(known, dict) else {}
             inner = inner[parent]
         inner[leaf] = value
+    table = words.with_layout_words(table)
     batch = table.get("batch")
     if isinstance(batch, dict) and batch.get("micro_batch") == "auto":
         batch["micro_batch"] = 0

@@ -156,6 +156,61 @@ def scaled_name(precision: str, scaling: str) -> str:
     return "mxfp8" if scaling == "mx" else f"fp8-{scaling}"
 
 
+# What 'plan' prints beside a layout's axes, and the fields of a run that it stands for.
+_BESIDE_AXES = re.compile(
+    rf"""(?<![^\s,;*/])(?:
+        v(?P<virtual_stages>[0-9]{{1,9}}) | (?P<cp_kind>{"|".join(CP_KINDS)})
+        | (?P<schedule>{"|".join(SCHEDULES)}) | (?P<sharding>{"|".join(SHARDINGS)})
+        | recompute\s+(?P<recompute>[a-z0-9+-]+)
+        | (?:micro[ -]batch\s+|mbs)(?P<micro_batch>[0-9]{{1,9}})
+    )(?=[\s,;*/]|\Z)""",
+    re.VERBOSE,
+)
+
+
+def split_layout(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the axes of a layout as it is printed, and the fields that its other words decide.
+
+    'pp4 dp2 cp2 tp1 ring v3' -> ('pp4 dp2 cp2 tp1', {'policy.cp_kind': 'ring',
+    'policy.virtual_stages': 3}).
+    """
+    fields: dict[str, Any] = {}
+    for match in _BESIDE_AXES.finditer(text.lower()):
+        for name, word in match.groupdict().items():
+            if word is not None:
+                path = f"batch.{name}" if name == "micro_batch" else f"policy.{name}"
+                value = int(word) if word.isdecimal() else word
+                if fields.setdefault(path, value) != value:
+                    rule = f"says {name} {fields[path]} and {value}"
+                    raise UserError(rule, field="layout", value=text, hint="omit one of them")
+    return _BESIDE_AXES.sub(" ", text.lower()).strip() if fields else text, fields
+
+
+def agreed(layout: str, path: str, value: Any, stated: Any) -> Any:
+    """Return a layout word's value, which must not contradict what its own field states."""
+    name = path.rpartition(".")[2]
+    if stated is not None and str(policy_word(name, stated)) != str(value):
+        hint = f"omit it, or set {path} = {value}"
+        raise UserError(f"contradicts {path} = {stated}", field="layout", value=layout, hint=hint)
+    return value
+
+
+def with_layout_words(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's table with the axes of a layout's text alone; its other words fill their
+    fields."""
+    layout = table.get("layout")
+    if not isinstance(layout, str):
+        return dict(table)
+    axes, fields = split_layout(layout)
+    apart: dict[str, Any] = {**table, "layout": axes}
+    for path, value in fields.items():
+        head, _, leaf = path.partition(".")
+        inner = apart.get(head, {})
+        if isinstance(inner, Mapping):  # else its own reader refuses it
+            apart[head] = {**inner, leaf: agreed(layout, path, value, inner.get(leaf))}
+    return apart
+
+
 def policy_word(field: str, value: Any) -> Any:
     """The field's own word for what people write; what nobody knows is left to the field's rule."""
     if not isinstance(value, str) or field not in POLICY:
@@ -189,7 +244,7 @@ def sequences_from(text: str, seq_len: Any) -> int:
 
 def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A run's table with numbers and its own words, and what each other word was taken for."""
-    tidy: dict[str, Any] = dict(table)
+    tidy = with_layout_words(table)
     notes: list[str] = []
     policy = tidy.get("policy")
     if isinstance(policy, dict) and (apart := with_scaling(policy)) != policy:

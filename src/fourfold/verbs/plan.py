@@ -38,7 +38,7 @@ from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import known_cluster, planned_calibration, planned_cluster
 from fourfold.verbs.question import EXPORTED, named_axes, resolved
-from fourfold.verbs.requests import PlanRequest
+from fourfold.verbs.requests import PlanRequest, layout_fields
 from fourfold.verbs.run_requests import OURS
 
 
@@ -210,6 +210,10 @@ def explain(
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
     `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
+    if isinstance(layout, str):
+        fields = layout_fields(layout, request.policy, request.micro_batch)
+        layout = fields.pop("layout")
+        request = replace(request, **fields)
     chosen, named = named_axes(layout) if isinstance(layout, str) else (layout, {*EXPERT_AXES})
     if chosen.order != AXES:
         asked, chosen = chosen, replace(chosen, order=AXES)

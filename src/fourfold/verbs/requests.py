@@ -12,7 +12,18 @@ from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.search.choice import MOST_RISK, RISK
-from fourfold.spec import Batch, Cluster, Layout, ModelShape, Policy, Ramp, RunSpec, check, codec
+from fourfold.spec import (
+    Batch,
+    Cluster,
+    Layout,
+    ModelShape,
+    Policy,
+    Ramp,
+    RunSpec,
+    check,
+    codec,
+    words,
+)
 from fourfold.spec.run import refuse_short_names
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, counted, number_from, share_from, size_from
@@ -55,6 +66,17 @@ def decided(table: Mapping[str, Any]) -> dict[str, Any]:
         "global_batch": batch.global_batch,
         "ramp": batch.ramp,
     }
+
+
+def layout_fields(
+    layout: str, policy: Mapping[str, Any], micro_batch: int | None
+) -> dict[str, Any]:
+    """Return `layout`, `policy` and `micro_batch` of a PlanRequest from a layout as it is printed,
+    such as 'pp4 dp2 cp2 tp1 ring v3'."""
+    table = {"layout": layout, "policy": policy, "batch": {"micro_batch": micro_batch}}
+    table = words.with_layout_words(table)
+    batch = table.pop("batch")
+    return {**table, **batch}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +152,9 @@ class PlanRequest(Request):
             set_field(self, "layout", str(self.layout))
         if isinstance(self.policy, Policy):
             set_field(self, "policy", codec.encode(self.policy))
+        if isinstance(self.layout, str):
+            for name, value in layout_fields(self.layout, self.policy, self.micro_batch).items():
+                set_field(self, name, value)
         Request.__post_init__(self)
         check.whole(1, 10_000, top=self.top)
         check.whole(1, 2**17, max_nodes=self.max_nodes)

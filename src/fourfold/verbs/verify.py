@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fourfold.units import counted, show_bytes
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
+from fourfold.verbs.requests import layout_fields
 from fourfold.verbs.run_requests import VerifyRequest
 from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
 from fourfold.verbs.verify_cases import Wish, describe, families
@@ -55,6 +56,9 @@ class Verified(Answer):
 
 
 def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
+    if request.layout:
+        apart = layout_fields(request.layout, request.policy, request.micro_batch)
+        request = replace(request, **apart)
     found, refused, world = _cases(request)
     rows = _carry_out(found, request, on_event)
     limits = [row.pop("limits") for row in rows if "limits" in row]
