@@ -49,7 +49,8 @@ def test_errors_bias_coverage_and_regret() -> None:
     assert score.bias_pct == pytest.approx(10.0)
     assert score.inside_pct == pytest.approx(100 / 3)
     assert score.memory_bias_pct == pytest.approx(-10.0)
-    assert score.regret == pytest.approx(2.0)  # its first choice took 1.0 s, the best 0.5 s
+    assert score.regret_pct == pytest.approx(100.0)  # its first choice took 1.0 s, the best 0.5 s
+    assert "regret of its first choice 100.0%" in str(score)
 
 
 def test_fit_verdicts_count_out_of_memory_runs() -> None:

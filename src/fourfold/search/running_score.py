@@ -25,8 +25,9 @@ class Judged:
 class RunningScore:
     """`bias_pct`: median of predicted over measured, less 100%. `inside_pct`: measured times within
     the stated 80% interval. `fit_right` of `fit_runs`: the verdict "fits" or "does not" was true;
-    `missed_oom` were said to fit and did not. `regret`: time of the planner's first choice over the
-    best time, the median over groups of comparable runs. None: no run could tell."""
+    `missed_oom` were said to fit and did not. `regret_pct`: by how much the planner's first choice
+    is slower than the fastest run, the median over groups of comparable runs. None: no run could
+    tell."""
 
     basis: str
     runs: int
@@ -39,7 +40,7 @@ class RunningScore:
     fit_runs: int
     fit_right: int
     missed_oom: int
-    regret: float | None
+    regret_pct: float | None
 
     def __str__(self) -> str:
         parts = []
@@ -56,8 +57,8 @@ class RunningScore:
         if self.fit_runs:
             missed = f", {self.missed_oom} out-of-memory not foreseen" if self.missed_oom else ""
             parts.append(f"whether it fits right for {self.fit_right} of {self.fit_runs}{missed}")
-        if self.regret is not None:
-            parts.append(f"regret of its first choice {self.regret:.3f}")
+        if self.regret_pct is not None:
+            parts.append(f"regret of its first choice {self.regret_pct:.1f}%")
         return f"Planner's score ({self.basis}): {'; '.join(parts)}"
 
 
@@ -116,7 +117,7 @@ def _score(basis: str, group: Sequence[Judged]) -> RunningScore:
         fit_runs=len(verdicts),
         fit_right=sum(predicted == ran for predicted, ran in verdicts),
         missed_oom=sum(predicted and not ran for predicted, ran in verdicts),
-        regret=_regret(timed),
+        regret_pct=_regret_pct(timed),
     )
 
 
@@ -124,15 +125,15 @@ def _median_pct(values: Sequence[float]) -> float | None:
     return 100 * median(values) if values else None
 
 
-def _regret(timed: Sequence[Judged]) -> float | None:
+def _regret_pct(timed: Sequence[Judged]) -> float | None:
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
     for one in timed:
         run = one.run
         key = (run.model_json, run.device, run.gpus, run.seq_len, run.global_batch, run.precision)
         groups[key].append((one.prediction.step_s, run.step_s or 0.0))
     ratios = [
-        min(group)[1] / min(measured for _, measured in group)
+        min(group)[1] / min(measured for _, measured in group) - 1.0
         for group in groups.values()
         if len(group) > 1
     ]
-    return median(ratios) if ratios else None
+    return _median_pct(ratios)
