@@ -14,7 +14,7 @@ from fourfold.result.record import Record
 from fourfold.show.runs import runs_page
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.expression import in_gib, parse
+from fourfold.spec.expression import memory_values, parse
 from fourfold.tables.document import after
 from fourfold.tables.publish import STYLE_CONVENTION
 from fourfold.verbs.requests import PlanRequest
@@ -42,12 +42,15 @@ def test_plan_counts_by_the_convention_asked_for(cli: Cli) -> None:
     assert said["full-attention"] > 1.02 * said["causal"]
 
 
-def test_memory_is_in_gib_under_both_of_its_names(cli: Cli) -> None:
-    for name in ("mem_gib", "mem_gb"):
-        row = cli.json(*PLAN, "--where", f"{name} < 40")["ranked"][0]
-        assert row["peak_bytes"] < 40 * 2**30
-        condition = parse(f"{name} == 3")
-        assert condition.holds(in_gib(3 * 2**30))
+@pytest.mark.parametrize(("name", "unit"), [("mem_gib", 2**30), ("mem_gb", 1e9)])
+def test_conditions_read_memory_in_the_unit_they_name(cli: Cli, name: str, unit: float) -> None:
+    row = cli.json(*PLAN)["ranked"][0]
+    size = row["peak_bytes"] / unit
+    first = cli.json(*PLAN, "--where", f"{name} < {size + 0.01:.4f}")["ranked"][0]
+    assert first["peak_bytes"] == row["peak_bytes"]
+    below = cli.json(*PLAN, "--where", f"{name} < {size - 0.01:.4f}")["ranked"][0]
+    assert below["peak_bytes"] < row["peak_bytes"]
+    assert parse(f"{name} == 3").holds(memory_values(3 * unit))
 
 
 @pytest.mark.parametrize("device", catalog.device_names())

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fourfold.result.report import Outcome
 from fourfold.spec import ModelShape, codec, texts
-from fourfold.spec.expression import in_gib
+from fourfold.spec.expression import memory_values
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 
 Style = Literal["mpt", "topology", "scaling", "reference", "other"]
@@ -199,7 +199,7 @@ class Record:
             "layers", "hidden", "heads", "step_s",
         )  # fmt: skip
         asked: dict[str, float | None] = {name: getattr(self, name) for name in names}
-        return asked | {"vp": self.virtual_stages} | in_gib(self.peak_bytes)
+        return asked | {"vp": self.virtual_stages} | memory_values(self.peak_bytes)
 
 
 @functools.lru_cache(maxsize=4096)

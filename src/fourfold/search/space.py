@@ -23,7 +23,7 @@ from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
 from fourfold.search.peaks import peaks
 from fourfold.search.table import Bools, Places, PointTable, alike, blocks, on_cores
-from fourfold.spec.expression import Expression, in_gib
+from fourfold.spec.expression import Expression, memory_values
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 ROUNDING = 1e-9
@@ -173,7 +173,7 @@ def holding(
         "layers": query.model.layers,
         "hidden": query.model.hidden,
         "heads": query.model.heads,
-        **in_gib(space.peak_bytes(index)),
+        **memory_values(space.peak_bytes(index)),
         "step_s": step_s,
     }
     held = np.ones(len(index), dtype=bool)

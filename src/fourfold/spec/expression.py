@@ -51,8 +51,8 @@ _COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }
 # A number with k or M right behind it: 'seq_len >= 8k'.
 _SUFFIXED = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[kKmM](?![\w.])")
-# Bytes of the fullest rank, in GiB; the second name is the older one and means the same.
-MEMORY_NAMES = ("mem_gib", "mem_gb")
+# Peak memory of the fullest rank in two units, by name: bytes of one.
+MEMORY_UNITS = {"mem_gib": 2.0**30, "mem_gb": 1e9}
 _TEACH = "write conditions like 'dp % 4 == 0 and mem_gib < 70'"
 
 
@@ -247,6 +247,9 @@ def _called(name: str, value: Number, text: str) -> Number:
     return result if hasattr(result, "shape") else float(result)
 
 
-def in_gib(size: Any) -> dict[str, Any]:
-    """Bytes (a number, a column, or None) under the names that conditions know."""
-    return dict.fromkeys(MEMORY_NAMES, None if size is None else size / 2**30)
+def memory_values(size_bytes: Any) -> dict[str, Any]:
+    """Return peak memory (a number of bytes, a column, or None) by the names of its units."""
+    return {
+        name: None if size_bytes is None else size_bytes / unit
+        for name, unit in MEMORY_UNITS.items()
+    }

@@ -14,7 +14,7 @@ from typing import Any
 
 from fourfold.errors import UserError, nearest
 from fourfold.spec import catalog, check, codec, words
-from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
+from fourfold.spec.expression import MEMORY_UNITS, Expression, parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp, short_names
 
@@ -22,7 +22,7 @@ _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
 MAX_COMBINATIONS = 1_000_000
 # Words of a condition whose values are predictions before a run has run.
-FORESEEN = frozenset({*MEMORY_NAMES, "step_s"})
+FORESEEN = frozenset({*MEMORY_UNITS, "step_s"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from fourfold.result.report import Prediction
 from fourfold.search.compare import best_of
 from fourfold.search.ranking import Ranking
 from fourfold.spec import Cluster, RunSpec, check, codec
-from fourfold.spec.expression import in_gib, parse
+from fourfold.spec.expression import memory_values, parse
 from fourfold.spec.sweep import (
     Combination,
     Expansion,
@@ -269,7 +269,7 @@ def predictions(expansion: Expansion, places: list[int], known: Predictor) -> li
 
 
 def _against(expansion: Expansion, spec: RunSpec, forecast: Prediction) -> str:
-    predicted = {**in_gib(forecast.peak_bytes), "step_s": forecast.step_s}
+    predicted = {**memory_values(forecast.peak_bytes), "step_s": forecast.step_s}
     values = values_of(spec, _GPUS_PER_NODE) | predicted
     for condition in expansion.foreseen:
         if not condition.holds(values):
