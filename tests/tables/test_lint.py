@@ -80,8 +80,6 @@ def rules(*blocks: Table | Text, row: int | None = None) -> set[str]:
 def test_the_published_mistakes_are_found() -> None:
     found = {(item.rule, item.row) for item in lint(SAMPLES)}
     assert found == {
-        ("heading-count", 28),  # 19 headings over 20 cells
-        ("memory-order", 113),  # 65GB with micro batch 2, 56GB with 4
         ("gpus-axes", 120),  # 40 nodes, DP 8 x TP 8 x PP 10
         ("batch-heading", 128),
         ("batch-heading", 129),  # GBS 2048 under a heading of 512
@@ -94,7 +92,6 @@ def test_the_repairs_are_the_true_values() -> None:
     assert found["gpus-axes"].repair.startswith("DP 4")
     assert found["batch-heading"].repair.startswith("512 in the row")
     assert "28.3B" in found["size-label"].repair
-    assert "Model TFLOP" in found["heading-count"].repair
 
 
 @pytest.mark.parametrize(
@@ -132,22 +129,6 @@ def test_the_zero_rows_of_the_notes() -> None:
     assert [(item.rule, item.row) for item in lint(document)] == [
         ("convention-mix", rows[1].line),
         ("swapped-values", rows[2].line),
-    ]
-
-
-def test_copies_in_the_scaling_table() -> None:
-    headings = ("(TP, CP, PP, micro batch)", "4 GPU", "8 GPU", "16 GPU")
-    rows = (
-        TableRow(("(4, 1, 1, 1)", "365.75", "436.77", "295.71")),
-        TableRow(("(4, 1, 1, 2)", "365.75", "436.77", "402.10")),
-        TableRow(("(2, 2, 1, 1)", "299.95", "299.95", "-")),
-    )
-    document = numbered(Table(headings, rows))
-    found = [(item.rule, item.place) for item in lint(document)]
-    assert found == [
-        ("copied-cell", "line 4, 4 GPU"),
-        ("copied-cell", "line 4, 8 GPU"),
-        ("copied-cell", "line 5, 8 GPU"),
     ]
 
 
@@ -203,12 +184,6 @@ def swapped(one: str, other: str) -> Change:
     return change
 
 
-def other_stages(draw: Draw, table: Table, row: int) -> dict[str, str]:
-    """GPUs are changed along, so that only the layers can tell."""
-    stages = draw(st.sampled_from([5, 7, 11, 13, 48, 100]))
-    return {"PP": str(stages), "Nodes": str(int(cell(table, row, "DP")) * stages)}
-
-
 FACTORS = [0.5, 0.9, 0.96, 1.05, 1.2, 2.0]
 FACTOR = st.sampled_from(FACTORS)
 SIZES = [f"{round(181 * factor)}B" for factor in (0.5, 0.8, 0.9, 1.1, 1.5, 10.0)]
@@ -222,7 +197,6 @@ FAULTS: dict[str, tuple[set[str], tuple[Table | Text, ...], Change]] = {
     ),
     "more accumulation": ({"batch-reach"}, (MPT,), plus(["GradAccum"], 1, 9)),
     "more tokens": ({"batch-tokens"}, (MPT,), plus(["GlobalBatchSize (T)"], 1, 10**6)),
-    "other stages": ({"layers-stages"}, SHAPED, other_stages),
     "another size": ({"size-label"}, SHAPED, says("Size", *SIZES)),
     "more parameters": ({"size-label"}, (MPT,), plus(["NumParams"], 1, 10**9)),
     "a shape under a known name": ({"size-label"}, (FEW_MPT,), plus(["n_layers"], 8, 8)),
@@ -235,15 +209,6 @@ FAULTS: dict[str, tuple[set[str], tuple[Table | Text, ...], Change]] = {
     "another rate": ({"throughput"}, (MPT,), plus(RATES, 3, 90)),
     "other seconds of a reference row": ({"throughput"}, (FEW_BLOOM,), times(["step_s"], FACTORS)),
     "another HFU": ({"hfu-mfu"}, (MPT,), times(["HFU"], [0.9, 1.02, 1.3])),
-    "more than the peak": ({"utilisation"}, (FEW_BLOOM,), says("tflops_gpu", "313.5")),
-    "more than all of it": ({"utilisation"}, (MPT,), says("HFU", "104.3")),
-    "no possible number": (
-        {"possible-number"}, (TOPOLOGY,), says("Sec/it", "-3.5", "0", "1e300", "1e400", "1e-300")
-    ),
-    "no GPUs": ({"possible-number"}, (MPT,), says("# GPUs", "0")),
-    "more memory than there is": (
-        {"memory-device"}, (FEW_BLOOM,), says("mem_gb", "97", where="step_s")
-    ),
     "seconds for TFLOPs": ({"swapped-values"}, (FEW_BLOOM,), swapped("step_s", "tflops_gpu")),
     "MFU for HFU": ({"swapped-values"}, (MPT,), swapped("MFU", "HFU")),
 }  # fmt: skip
@@ -303,7 +268,7 @@ def test_work_of_reference_rows(at: int, factor: float, table: Table) -> None:
     planted = put(
         table, row, {"tflops_gpu": changed_number(cell(table, row, "tflops_gpu"), factor)}
     )
-    assert rules(planted, row=row) & {"work-constant", "convention-mix", "utilisation"}
+    assert rules(planted, row=row) & {"work-constant", "convention-mix"}
 
 
 @settings(deadline=None)
@@ -328,85 +293,6 @@ def test_mfu_by_six_n(at: int) -> None:
     assume(abs(mfu / float(cell(MPT, row, "MFU")) - 1) > 0.01)
     planted = put(MPT, row, {"MFU": f"{mfu:.2f}"})
     assert "convention-mix" in rules(planted, row=row)
-
-
-def test_memory_order() -> None:
-    planted = put(SAMPLES.tables[8], 1, {"Mem": "65GB"})
-    assert "memory-order" in rules(planted, row=1)
-
-
-@settings(deadline=None)
-@given(INDEX)
-def test_swapped_seconds_and_tflops(at: int) -> None:
-    row = at % len(TOPOLOGY.data)
-    values = {"Sec/it": cell(TOPOLOGY, row, "TFLOPs"), "TFLOPs": cell(TOPOLOGY, row, "Sec/it")}
-    assert rules(put(TOPOLOGY, row, values), row=row) == {"swapped-values"}
-
-
-@pytest.mark.parametrize("table", [MPT, TOPOLOGY, SCALING, BLOOM, PAR4D])
-def test_duplicate_row(table: Table) -> None:
-    rows = table.data
-    twice = Table(table.headings, (*rows, rows[0]))
-    assert "duplicate-row" in rules(twice, row=len(rows))
-
-
-@settings(deadline=None)
-@given(INDEX, INDEX, INDEX, st.booleans())
-def test_copied_scaling_cells(at: int, to: int, column: int, across: bool) -> None:
-    headings = SCALING.headings
-    numbers = [
-        (row, heading)
-        for row in range(len(SCALING.data))
-        for heading in headings[1:]
-        if len(cell(SCALING, row, heading)) > 3
-    ]
-    row, heading = numbers[at % len(numbers)]
-    if across:
-        others = [(row, h) for h in headings[2:] if h != heading]
-    else:
-        others = [(r, heading) for r in range(len(SCALING.data)) if r != row]
-    target = others[to % len(others)]
-    planted = put(SCALING, target[0], {target[1]: cell(SCALING, row, heading)})
-    lines = {item.row for item in lint(numbered(planted)) if item.rule == "copied-cell"}
-    data = numbered(planted).tables[0].data
-    assert {data[row].line, data[target[0]].line} & lines
-
-
-@settings(deadline=None)
-@given(INDEX, INDEX)
-def test_copied_topology_cells(at: int, to: int) -> None:
-    count = len(TOPOLOGY.data)
-    row, target = at % count, to % count
-    assume(row != target)
-    planted = put(TOPOLOGY, target, {"Sec/it": cell(TOPOLOGY, row, "Sec/it")})
-    assert "copied-cell" in rules(planted)
-
-
-@given(INDEX, INDEX)
-@settings(max_examples=examples(25))
-def test_copied_reference_cells(at: int, to: int) -> None:
-    """All measured cells of a row written under another layout on as many GPUs."""
-    measured = [r for r in range(len(PAR4D.data)) if cell(PAR4D, r, "step_s")]
-    row = measured[at % len(measured)]
-    same = ("cluster", "seq_len", "n_gpus")
-    others = [
-        r for r in measured
-        if r != row and all(cell(PAR4D, r, name) == cell(PAR4D, row, name) for name in same)
-    ]  # fmt: skip
-    assume(others)
-    target = others[to % len(others)]
-    names = ("step_s", "tokens_s_gpu", "tflops_gpu")
-    planted = put(PAR4D, target, {name: cell(PAR4D, row, name) for name in names})
-    assert "copied-cell" in rules(planted)
-
-
-@settings(deadline=None)
-@given(INDEX)
-def test_heading_count(at: int) -> None:
-    row = at % len(TOPOLOGY.data)
-    rows = list(TOPOLOGY.data)
-    rows[row] = TableRow(rows[row].cells[:3] + rows[row].cells[4:])
-    assert "heading-count" in rules(Table(TOPOLOGY.headings, tuple(rows)), row=row)
 
 
 @pytest.mark.parametrize(
@@ -448,12 +334,11 @@ def test_miscounted_experts(model: str, tokens_s: float, tflops: float, words: s
 
 
 PLANTED_APART: dict[str, Callable[..., None]] = {
-    "heading-count": test_heading_count, "batch-heading": test_batch_heading,
+    "batch-heading": test_batch_heading,
     "expert-ranks": test_experts_that_lie_nowhere,
     "experts-divide": test_experts_that_lie_nowhere,
-    "experts-counted": test_miscounted_experts, "memory-order": test_memory_order,
-    "duplicate-row": test_duplicate_row, "copied-cell": test_copied_scaling_cells,
-}  # fmt: skip
+    "experts-counted": test_miscounted_experts,
+}
 
 
 def test_every_rule_has_its_planted_fault() -> None:
@@ -477,23 +362,8 @@ def test_traps_give_no_alarm() -> None:
     assert rules(Text((HEADED.replace(" / GBS=2048", ""),)), table) == set()
 
 
-def test_copied_cells_of_the_golden_csv_are_what_the_source_prints() -> None:
+def test_golden_csv_rows_equal_the_csv_module() -> None:
     """The lint of a CSV sees the same rows as the csv module does."""
     text = (GOLDEN / "par4d.csv").read_text(encoding="utf-8")
     rows = list(csv.reader(io.StringIO(text)))
     assert [row.cells[0] for row in PAR4D.rows] == [row[0] for row in rows[1:]]
-
-
-def test_chance_in_large_tables_is_not_told() -> None:
-    """Four hundred measurements with two decimals agree somewhere by chance; a copy into the next
-    row is still seen while chance would not put one there."""
-    headings = ("GPUs", "DP", "TP", "PP", "MBS", "GBS", "Sec/it", "Notes")
-    spread = [f"{20 + (n * 7919 % 10007) * 0.01:.2f}" for n in range(400)]
-    rows = [
-        ("8", "1", "4", "2", str(n + 1), "1024", spread[n], f"micro {n + 1}") for n in range(400)
-    ]
-    rows[37] = (*rows[37][:6], rows[301][6], rows[37][7])
-    table = Table(headings, tuple(map(TableRow, rows)))
-    assert "copied-cell" not in rules(table)
-    rows[38] = (*rows[38][:6], rows[37][6], rows[38][7])
-    assert "copied-cell" in rules(Table(headings, tuple(map(TableRow, rows))), row=38)

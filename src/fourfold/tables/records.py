@@ -1,13 +1,11 @@
-"""Tables of any style -> Records: one for each row, in scaling tables one for each cell; and what
-rules find in them."""
+"""Records of tables of any style: one per row, in scaling tables one per cell."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fourfold.cost.table.reference import NoteWords
@@ -202,41 +200,3 @@ def axes_world(record: Record) -> int | None:
     if record.dp is None or (record.tp is None and record.pp is None):
         return None
     return record.dp * record.model_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`row` is the line in the file; `value` what stands there, `expected` what would be right."""
-
-    rule: str
-    row: int
-    table: int
-    place: str
-    value: str
-    expected: str
-    repair: str
-
-
-# What stands there, what would be right, and the repair.
-Problem = tuple[str, str, str]
-# Its id, the styles it is about ('': all), the fields that a row must have, whose values follow the
-# row in the call, and what it finds.
-RowRule = tuple[str, str, str, Callable[..., Iterator[Problem]]]
-
-
-@dataclass(frozen=True, slots=True)
-class TablesFile:
-    """A whole file, read once: rules look at rows, at tables (each with what the text above it
-    states), and across tables."""
-
-    tables: tuple[tuple[Table, Record], ...]
-    records: tuple[Record, ...]
-    by_table: dict[tuple[object, ...], list[Record]]
-
-    def rows_of(self, table: int) -> list[Record]:
-        return self.by_table.get((table,), [])
-
-
-def finding(record: Record, rule: str, value: str, expected: str, repair: str) -> Finding:
-    row, table, place = record.line, record.table + 1, record.place
-    return Finding(rule, row, table, place, value, expected, repair)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.result.record import Record, grouped
-from fourfold.tables.records import Finding, TablesFile, finding
+from fourfold.tables.finding import FileCheck, Finding, TablesFile, finding
 from fourfold.tables.shape import (
     SLACK,
     Shape,
@@ -246,4 +246,4 @@ def _mpt_finding(
     return finding(record, rule, value, expected, f"{name} {right:.4g}, or tokens/s")
 
 
-CHECKS = (topology_work, reference_work, mpt_work)
+FILE_CHECKS: tuple[FileCheck, ...] = (topology_work, reference_work, mpt_work)

@@ -19,11 +19,12 @@ from fourfold.search.running_score import Judged, RunningScore, scores, stored_p
 from fourfold.spec import check
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
+from fourfold.tables.finding import Finding
 from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES
 from fourfold.tables.lint import lint as findings_of
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
-from fourfold.tables.records import Finding, records
+from fourfold.tables.records import records
 from fourfold.tables.styles import style_of, unread
 from fourfold.units import counted
 from fourfold.verbs import Answer

@@ -1,16 +1,16 @@
-"""Lint rules on the configuration of a row: headings, axes, batch, layers, size label."""
+"""Lint rules on the configuration of a row: products of axes, batch, parameters."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from fourfold.cost.count.params import model_params
 from fourfold.result.record import Record
-from fourfold.tables import cells, styles
-from fourfold.tables.records import Finding, Problem, RowRule, TablesFile, axes_world, finding
+from fourfold.tables import cells
+from fourfold.tables.finding import FileCheck, Finding, Problem, RowCheck, TablesFile, finding
+from fourfold.tables.records import axes_world
 from fourfold.tables.shape import (
     NOTES_SEQ_LEN,
     implied_batches,
@@ -22,38 +22,11 @@ from fourfold.units import show_count
 
 # Labels are rounded by hand and count embeddings in some tables: this much beyond rounding is fine.
 _LABEL_SLACK = 0.03
-_STATED_PARTS = re.compile(r"\b(stages|micro)\s+([0-9]+(?:\+[0-9]+)*)")
+# Our own tables state uneven micro-batches: 'micro 11+11+4'.
+_UNEVEN_MICRO_BATCHES = re.compile(r"\bmicro\s+[0-9]+(?:\+[0-9]+)*")
 _PROXY_LAYERS = re.compile(r"proxy([0-9]+)l\b")
 # Engines that split a batch unevenly; the others stop unless dp x micro batch divides it.
 _UNEVEN_STACKS = ("fourfold", "llm-foundry")
-
-
-def heading_count(file: TablesFile) -> Iterator[Finding]:
-    """Once for the table when all rows agree with each other, else for each odd row."""
-    for number, (table, _) in enumerate(file.tables):
-        style = styles.style_of(table)
-        rows = [row for row in table.data if any(row.cells)]
-        counts = Counter(len(row.cells) for row in rows)
-        wanted = len(table.headings)
-        if not counts or set(counts) == {wanted}:
-            continue
-        missing = styles.missing_heading(table, style)
-        if len(counts) == 1:
-            (count,) = counts
-            repair = f"add the heading '{missing}'" if missing else "compare headings and cells"
-            yield Finding(
-                rule="heading-count", row=table.line, table=number + 1, place=f"line {table.line}",
-                value=f"{wanted} headings", expected=f"{count}, as the rows have", repair=repair,
-            )  # fmt: skip
-            continue
-        usual = counts.most_common(1)[0][0]
-        for row in rows:
-            if len(row.cells) != usual:
-                yield Finding(
-                    rule="heading-count", row=row.line, table=number + 1, place=f"line {row.line}",
-                    value=f"{len(row.cells)} cells", expected=f"{usual} cells",
-                    repair="a cell was lost" if len(row.cells) < usual else "a cell was added",
-                )  # fmt: skip
 
 
 def scaling_axes(record: Record, gpus: int) -> Iterator[Problem]:
@@ -103,7 +76,7 @@ def _axis_fix(record: Record) -> str:
 def batch_reach(record: Record, batch: int, dp: int) -> Iterator[Problem]:
     micro = record.micro_batch or 1
     step = dp * micro
-    uneven = record.stack.startswith(_UNEVEN_STACKS) or _stated(record, "micro")
+    uneven = record.stack.startswith(_UNEVEN_STACKS) or _UNEVEN_MICRO_BATCHES.search(record.note)
     if batch % step and not uneven:
         low = batch - batch % step
         near = f"{low} or {low + step}" if low else f"{step}"
@@ -123,14 +96,6 @@ def accumulation(
             f"GradAccum {needed}",
             f"GlobalBatchSize {micro * accumulated * dp} or GradAccum {needed}",
         )
-
-
-def _stated(record: Record, what: str) -> tuple[int, ...]:
-    """Our own tables say how uneven parts are cut: 'stages 9+8+8', 'micro 11+11+4'."""
-    for name, parts in _STATED_PARTS.findall(record.note):
-        if name == what:
-            return tuple(map(int, parts.split("+")))
-    return ()
 
 
 def batch_heading(file: TablesFile) -> Iterator[Finding]:
@@ -169,30 +134,6 @@ def batch_tokens(record: Record, tokens: int, batch: int, seq_len: int) -> Itera
         whole = tokens % seq_len == 0
         fix = f"{wanted} tokens" + (f" or GlobalBatchSize {tokens // seq_len}" if whole else "")
         yield f"{tokens}", f"{batch} x {seq_len} = {wanted}", fix
-
-
-def layers_stages(record: Record, pp: int) -> Iterator[Problem]:
-    shape = shape_of(record)
-    # A row that did not run may say so truthfully, whatever its layout.
-    ran = record.outcome == "ok" or (record.outcome == "oom" and record.style != "scaling")
-    if shape is None or pp == 1 or not ran:
-        return
-    layers, chunks = shape.model.layers, pp * (record.virtual_stages or 1)
-    stated = _stated(record, "stages")
-    if stated:
-        good = sum(stated) == layers and len(stated) == pp
-    elif record.style == "scaling" or record.stack.startswith("fourfold"):
-        good = chunks <= layers  # uneven stages are legal; a stage without a layer is not
-    else:
-        good = any((layers + ends) % chunks == 0 for ends in (0, 1, 2))
-    if not good:
-        sizes = [size for size in range(1, layers + 1) if layers % size == 0]
-        near = sorted(sorted(sizes, key=lambda size: abs(size - pp))[:2])
-        yield (
-            f"PP {pp} over {layers} layers",
-            f"{chunks} equal parts (with embedding and head: {layers + 1} or {layers + 2})",
-            f"PP {' or '.join(map(str, near))}, or other layers",
-        )
 
 
 def parameters(record: Record, params: int) -> Iterator[Problem]:
@@ -249,18 +190,19 @@ def experts_divide(record: Record, ep: int, etp: int) -> Iterator[Problem]:
         yield f"ETP {etp}", f"divides the width of an expert, {named.moe.ffn}", "other ETP"
 
 
-_LISTED = "mpt topology reference"
-ROW_RULES: tuple[RowRule, ...] = (
-    ("gpus-axes", "scaling", "gpus", scaling_axes),
-    ("gpus-axes", _LISTED, "gpus", gpus_axes),
-    ("expert-ranks", "", "gpus ep etp", expert_ranks),
-    ("experts-divide", "", "ep etp", experts_divide),
-    ("batch-reach", "topology reference", "global_batch dp", batch_reach),
-    ("batch-reach", "mpt", "global_batch dp grad_accum micro_batch", accumulation),
-    ("batch-tokens", "", "batch_tokens global_batch seq_len", batch_tokens),
-    ("layers-stages", "", "pp", layers_stages),
-    ("size-label", _LISTED, "params", parameters),
-    ("size-label", _LISTED, "label", size_label),
-    ("size-label", _LISTED, "label layers hidden", name_against_shape),
+_LISTED = ("mpt", "topology", "reference")
+ROW_CHECKS = (
+    RowCheck("gpus-axes", ("scaling",), ("gpus",), scaling_axes),
+    RowCheck("gpus-axes", _LISTED, ("gpus",), gpus_axes),
+    RowCheck("expert-ranks", (), ("gpus", "ep", "etp"), expert_ranks),
+    RowCheck("experts-divide", (), ("ep", "etp"), experts_divide),
+    RowCheck("batch-reach", ("topology", "reference"), ("global_batch", "dp"), batch_reach),
+    RowCheck(
+        "batch-reach", ("mpt",), ("global_batch", "dp", "grad_accum", "micro_batch"), accumulation
+    ),
+    RowCheck("batch-tokens", (), ("batch_tokens", "global_batch", "seq_len"), batch_tokens),
+    RowCheck("size-label", _LISTED, ("params",), parameters),
+    RowCheck("size-label", _LISTED, ("label",), size_label),
+    RowCheck("size-label", _LISTED, ("label", "layers", "hidden"), name_against_shape),
 )
-CHECKS = (heading_count, batch_heading)
+FILE_CHECKS: tuple[FileCheck, ...] = (batch_heading,)
