@@ -38,6 +38,40 @@ def test_14400_is_sent_to_14336_with_the_gain_the_tables_show(cli) -> None:
     assert back["hidden"]["better"] is None or back["hidden"]["better"]["gain"] < 1.06
 
 
+def test_odd_hidden_size_of_a_named_model_is_moved(cli) -> None:
+    words = ("advise", "--gpu", "h100-80gb", "--hidden", "4100")
+    for model in ([], ["--model", "llama-3.1-8b"]):
+        said = cli.json(*words, *model)
+        assert said["hidden"]["better"]["value"] == 4096
+        assert said["hidden"]["better"]["gain"] > 2
+        rows = {row["value"]: row for row in said["hidden"]["table"]}
+        assert (rows[4096]["heads"], rows[4096]["head_size"]) == (32, 128)
+        assert said["heads"]["notes"][0] == "not given: 41 of size 100 divide hidden 4100"
+    assert cli.json(*words, "--heads", "41")["hidden"]["notes"][1].endswith("try other heads")
+
+
+def test_heads_of_their_own_width_stay_with_another_hidden_size(cli) -> None:
+    said = cli.json("advise", "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b", "--hidden", "2100")
+    assert (said["heads"]["asked"], said["heads"]["head_size"]) == (32, 128)
+    assert {row["heads"] for row in said["hidden"]["table"]} == {32}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "llama-3.1-8b", "--hidden", "4100", "--heads", "41"],
+        ["--model", "llama-3.1-8b", "--hidden", "4160"],
+        ["--tp", "8", "--hidden", "13824", "--heads", "72"],
+    ],
+)
+def test_advice_names_no_gain_below_two_percent(cli, words: list[str]) -> None:
+    said = cli.json("advise", "--gpu", "h100-80gb", *words)
+    sizes = [size for size in said.values() if isinstance(size, dict) and "better" in size]
+    assert len(sizes) >= 3
+    assert all(size["better"] is None or size["better"]["gain"] > 1.02 for size in sizes)
+    assert " 1.00x as fast" not in cli("advise", "--gpu", "h100-80gb", *words)
+
+
 def test_experts_are_judged_by_their_rows_and_tiles(cli) -> None:
     words = ("--gpu", "h100-80gb", "--hidden", "4096", "--experts", "96", "--expert-ffn", "1400")
     words += ("--top-k", "4", "--seq-len", "4096")
@@ -75,7 +109,9 @@ def test_128_heads_on_13824_are_slow(cli, tp: str) -> None:
     said = cli.json(*asked, tp, "--hidden", "13824", "--heads", "128")
     assert said["heads"]["verdict"] == "slow"
     assert said["heads"]["head_size"] == 108
-    assert said["heads"]["better"]["value"] != 128
+    assert "head size 108 is not a multiple of 8" in said["heads"]["notes"][0]
+    losses = {row["value"]: row["attention_loss"] for row in said["heads"]["table"]}
+    assert losses[128] > 1.1 > 1.01 > losses[108]  # of size 128
     fine = cli.json(*asked, "8", "--hidden", "14336", "--heads", "112")
     assert fine["heads"]["verdict"] == "fine"
 

@@ -48,6 +48,7 @@ class LayerShape:
     expert_ffn: int = 0
     ep: int = 1
     head_dim: int | None = None  # None: hidden / heads
+    group: int = 1  # query heads per key head, where the number of heads is open
 
     @property
     def head_size(self) -> int:
@@ -135,9 +136,10 @@ def near(size: int, step: int) -> list[int]:
     return sorted({size, *range(-(-low // step) * step, high + 1, step)})
 
 
-def _groups(shape: LayerShape, heads: int) -> int:
-    """Key heads for another number of heads: all of them, or as many as asked."""
-    return heads if shape.kv_heads == shape.heads else shape.kv_heads
+def key_heads(heads: int, group: int) -> int:
+    """Return the key heads of `heads` query heads in groups of `group`; as many as query heads
+    where they do not divide into groups."""
+    return heads // group if heads % group == 0 else heads
 
 
 def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
@@ -148,13 +150,18 @@ def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> d
     plain = {shape.hidden: shape}
     for hidden in near(shape.hidden, step):
         heads = auto_heads(hidden, shape.tp) if free_heads else shape.heads
-        ffn, kv_heads = round(ratio * hidden / shape.tp) * shape.tp, _groups(shape, heads)
+        ffn = round(ratio * hidden / shape.tp) * shape.tp
+        is_grouped = shape.group > 1 or shape.kv_heads == shape.heads
+        kv_heads = key_heads(heads, shape.group) if is_grouped else shape.kv_heads
         other = replace(shape, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
         if other.head_size in USUAL_HEAD_SIZES and heads % kv_heads == 0:
             plain.setdefault(hidden, other)
     plain = dict(sorted(plain.items()))
     rates = layer_rates(list(plain.values()), kernels)
-    advice = judged(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
+    notes = _alignment("hidden", shape.hidden, shape.tp)
+    if len(plain) == 1:
+        notes.append(f"no multiple of 64 nearby is divided by {shape.heads} heads; try other heads")
+    advice = judged(shape.hidden, list(plain), rates, notes)
     for row in advice["table"]:
         row |= {"heads": plain[row["value"]].heads, "head_size": plain[row["value"]].head_size}
     return advice | {"gemms": gemm_losses(shape, kernels)}
@@ -236,8 +243,8 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
         "head_size": size,
         "attention_loss": float(core[own]),
     }
-    if is_slow and advice["better"] is None and closest != shape.heads:
-        gain = float(rates[counts.index(closest)] / rates[own])
+    gain = float(rates[counts.index(closest)] / rates[own])
+    if is_slow and advice["better"] is None and gain > WORTH_SAYING:
         advice["better"] = {"value": closest, "gain": gain}
     return advice
 

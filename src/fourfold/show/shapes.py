@@ -172,7 +172,7 @@ def _size(name: str, one: dict[str, Any]) -> list[Part]:
     where = " in the output layer" if name == "vocab" else ""
     where = " in experts" if "rows" in one["table"][0] else where
     better = one["better"]
-    ending = "no nearby value is better"
+    ending = "no nearby value is 2% better"
     if better:
         change = better["value"] - one["asked"]
         ending = f"{better['value']} ({change:+d}) is {better['gain']:.2f}x as fast per FLOP"

@@ -12,12 +12,12 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.search import advise as sizes
-from fourfold.search.advise import LayerShape, auto_heads
+from fourfold.search.advise import LayerShape, auto_heads, key_heads
 from fourfold.search.advise_experts import expert_advice
 from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import Cluster, Device, catalog, check, codec, words
+from fourfold.spec import Cluster, Device, ModelShape, catalog, check, codec, words
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
 from fourfold.verbs import Answer, Request
@@ -129,7 +129,7 @@ def _sizes(request: AdviseRequest) -> Advice:
     coefficients, whose = _coefficients(request, device, experts=routed.experts > 0)
     kernels = sizes.Kernels(device, precision, coefficients, request.attention)
     every = request.model is not None
-    free_heads = request.heads is None and not every
+    free_heads = request.heads is None and _own_heads(request, shape.hidden) is None
     advice = {
         "hidden": sizes.hidden_advice(shape, kernels, free_heads=free_heads),
         "heads": _heads(request, shape, kernels),
@@ -155,6 +155,9 @@ def _sizes(request: AdviseRequest) -> Advice:
 
 def _heads(request: AdviseRequest, shape: LayerShape, kernels: sizes.Kernels) -> dict[str, Any]:
     advice = sizes.heads_advice(shape, kernels)
+    if request.heads is None and _own_heads(request, shape.hidden) is None:
+        rule = f"not given: {shape.heads} of size {shape.head_size} divide hidden {shape.hidden}"
+        advice["notes"].insert(0, rule)
     if request.model and catalog.model(request.model).latent:
         said = "latent attention is judged as a plain one of as many heads, each with its own keys"
         advice["notes"].append(said)
@@ -188,12 +191,12 @@ def _shape(request: AdviseRequest) -> LayerShape:
         return value
 
     tp, hidden = size("tp", 1), size("hidden", base.hidden if base else None)
-    own = base if base and base.hidden == hidden else None
-    heads = size("heads", own.heads if own else auto_heads(hidden, tp))
-    kv_heads = size("kv_heads", own.kv_heads if own and request.heads is None else heads)
+    own = _own_heads(request, hidden)
+    heads = size("heads", own.heads if own else auto_heads(hidden, tp, _head_size(base)))
+    group = base.heads // base.kv_heads if base and request.heads is request.kv_heads is None else 1
+    kv_heads = size("kv_heads", own.kv_heads if own else key_heads(heads, group))
     # A size that heads have of their own belongs to their number.
-    apart = own if own and request.heads is None and own.attention_width != hidden else None
-    head_dim = apart.head_size if apart else None
+    head_dim = own.head_size if own and own.attention_width != hidden else None
     width = hidden if head_dim is None else heads
     for name, value, whole in (("heads", heads, width), ("kv-heads", kv_heads, heads)):
         check.that(whole % value == 0, name, value, f"must divide {whole}")
@@ -208,7 +211,20 @@ def _shape(request: AdviseRequest) -> LayerShape:
         micro_batch=size("micro_batch", 1),
         tp=tp,
         head_dim=head_dim,
+        group=group,
     )
+
+
+def _own_heads(request: AdviseRequest, hidden: int) -> ModelShape | None:
+    """Return the request's model where its heads hold: none are given, and the hidden size is the
+    model's own or does not decide the width of its heads."""
+    base = catalog.model(request.model) if request.model and request.heads is None else None
+    holds = base is not None and (base.hidden == hidden or base.attention_width != base.hidden)
+    return base if holds else None
+
+
+def _head_size(base: ModelShape | None) -> int:
+    return base.head_size if base else 128
 
 
 def _with_experts(request: AdviseRequest, shape: LayerShape) -> LayerShape:
