@@ -101,6 +101,15 @@ def share_from(text: str) -> float:
     return share
 
 
+def plain_float(text: str) -> float:
+    """Return the number that `text` writes with ASCII digits, NaN where it writes none. Python
+    takes '1_0' and digits of other scripts for numbers; no table or log prints them."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
 def number_from(text: str) -> float:
     """85144.5, or 3.2M with the letters of a count."""
     try:

@@ -135,6 +135,17 @@ def test_assumptions_are_listed_with_their_sources(cli: Cli) -> None:
         CalendarRequest(plan=PLAN, assumptions={"detect_s": -1}).assumed()
 
 
+@pytest.mark.parametrize("failures", [1e3, 1e300])
+def test_calendar_refuses_a_training_that_never_ends(failures: float) -> None:
+    assumed = {"failures_per_gpu_day": failures}
+    with pytest.raises(UserError, match="this training does not end"):
+        fourfold.calendar(CalendarRequest(plan=replace(PLAN, gpus=64), assumptions=assumed))
+    request = CalendarRequest(plan=PLAN, assumptions=assumed, deadline=4.0)
+    answer = fourfold.calendar(request)
+    assert answer.best is None
+    assert any("does not end" in point.reason for point in answer.points)
+
+
 def test_a_chance_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="needs a deadline or a budget"):
         CalendarRequest(plan=PLAN, chance=0.9)

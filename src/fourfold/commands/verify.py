@@ -51,7 +51,7 @@ def verify(args: Any, show: OnEvent) -> Output:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=f"{path}={text}")
         policy[name] = texts.toml_value(text)
     request = options.load(VerifyRequest, args, policy=policy)
-    if request.engine:
+    if request.engine is not None:
         verdicts = fourfold.conform(request, on_event=show)
         pages = partial(verdicts_page, verdicts)
         return Output.of(verdicts, pages, status=0 if verdicts.right else 1)

@@ -33,6 +33,7 @@ from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError, inside
 from fourfold.escape import csv_text
 from fourfold.spec import check, codec, texts
+from fourfold.units import plain_float
 
 NUMBERS = ("step_s", "step_s_low", "step_s_high", "mem_gb", "fit_chance")
 
@@ -81,16 +82,16 @@ def read_submission(path: str | Path, ids: list[str]) -> RowPredictions:
         rule = f"has no line for {len(lacking)} of {len(ids)} tasks: {named}"
         hint = "answer each task; leave step_s blank to decline one"
         raise UserError(rule, field="submission", value=str(path), hint=hint)
+    if np.isnan(found["step_s"]).all():
+        rule = "answers no task: step_s is blank in every line"
+        raise UserError(rule, field="submission", value=str(path))
     return predictions_of(**found)
 
 
 def _number(text: str, column: str, where: str) -> float:
     if not text.strip():
         return math.nan
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = plain_float(text)
     top = 1.0 if column == "fit_chance" else math.inf
     least_ok = value >= 0.0 if column == "fit_chance" else value > 0.0
     if not (least_ok and value <= top and math.isfinite(value)):

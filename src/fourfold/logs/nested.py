@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from fourfold.units import plain_float
+
 Flat = dict[str, str]
 OFFLOADED, ADAPTERS = "states or activations on the host", "adapters"
 # Far beyond any printed configuration: a log must not fill the memory.
@@ -192,10 +194,7 @@ def number(text: str | None) -> float | None:
     text = text.strip()
     if "," in text and not _THOUSANDS.fullmatch(text):
         return None
-    try:
-        value = float(text.replace(",", ""))
-    except ValueError:
-        return None
+    value = plain_float(text.replace(",", ""))
     return value if value - value == 0 else None
 
 

@@ -152,7 +152,20 @@ class _SizesTried:
                 return CalendarPoint(gpus=gpus, reason=found.reason)
             plans.append(found)
         self.model, self.gpu = plans[0].model, plans[0].gpu
-        return _point(self.request, gpus, plans, self.assumed)
+        estimate = training([_phase(plan) for plan in plans], self.assumed)
+        if not estimate.ends:
+            most = max(plan.gpus for plan in plans)
+            a_day = most * self.assumed.failures_per_gpu_day.value
+            rule = (
+                f"are interrupted {a_day:.3g} times a day, so that this training does not end: "
+                "detection, restart and lost steps take almost all of the time"
+            )
+            hint = "use fewer GPUs or a lower --assume failures_per_gpu_day"
+            error = UserError(rule, field="gpus", value=gpus, hint=hint)
+            if self.is_fixed:
+                raise error
+            return CalendarPoint(gpus=gpus, reason=str(error))
+        return _point(self.request, gpus, plans, estimate, self.assumed)
 
     def planned(self, one: TrainingPhase, gpus: int) -> PlanAnswer:
         """The phase's first choice; its seconds are those of the steps alone."""
@@ -188,10 +201,10 @@ def _between(below: int, above: int) -> list[int]:
 
 
 def _point(
-    request: CalendarRequest, gpus: int, plans: list[PlanAnswer], assumed: Assumptions
-) -> CalendarPoint:
+    request: CalendarRequest, gpus: int, plans: list[PlanAnswer], found: Training,
+    assumed: Assumptions,
+) -> CalendarPoint:  # fmt: skip
     rows = [plan.ranked[0] for plan in plans]
-    found = training([_phase(plan) for plan in plans], assumed)
     price = _price(request.plan)
     spares = found.spare_hosts * plans[0].host_gpus * found.total_s / 3600.0
     cost = None if price is None else price * (found.gpu_hours + spares)

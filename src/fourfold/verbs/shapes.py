@@ -164,11 +164,17 @@ def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
     }
 
 
+# Rules of what divides a model over ranks, whichever engine may run it.
+_OF_A_CUT = (
+    "stages", "heads", "kv-heads", "expert-dense", "experts", "expert-ranks", "expert-width",
+)  # fmt: skip
+
+
 def _shares(spec: RunSpec, rank: int | None) -> tuple[StageShare, ...]:
     from fourfold.search.legal import require_legal
 
     layout, seq_len = spec.layout, spec.batch.seq_len
-    require_legal(spec, only=("stages", "heads", "kv-heads"))
+    require_legal(spec, only=_OF_A_CUT)
     if rank is not None and not 0 <= rank < layout.world:
         raise UserError(f"must be from 0 to {layout.world - 1}", field="rank", value=rank)
     stages = stage_layers(spec.model, layout.pp, seq_len)

@@ -22,6 +22,7 @@ from fourfold.cost.columns import Floats
 
 DAY_S = 86400.0
 ENOUGH_SPARES = 0.99
+MAX_STRETCH = 100.0  # of a training that ends: nine of ten take at most so many times its steps
 # Of each of three standard normal variables: the middles of equally likely parts.
 _NORMAL = NormalDist()
 _QUANTILES = np.array([_NORMAL.inv_cdf((k + 0.5) / 9) for k in range(9)])
@@ -169,6 +170,12 @@ class Training:
         return float(sum(part.total_s[0] for part in self.parts))
 
     @property
+    def ends(self) -> bool:
+        """Whether it advances: nine of ten take at most MAX_STRETCH times its steps."""
+        work_s = sum(phase.work_s for phase in self.phases)
+        return self.total_s < math.inf and self.within_s(0.9) <= MAX_STRETCH * work_s
+
+    @property
     def effective(self) -> float:
         used = sum(float((part.effective * part.total_s)[0]) for part in self.parts)
         return used / self.total_s
@@ -209,6 +216,11 @@ class Training:
 
 
 def training(phases: Sequence[Phase], assumed: Assumptions) -> Training:
+    with np.errstate(over="ignore", invalid="ignore"):  # what never ends takes infinite seconds
+        return _training(phases, assumed)
+
+
+def _training(phases: Sequence[Phase], assumed: Assumptions) -> Training:
     middle = np.zeros(1)
     parts = tuple(spent(phase, assumed, middle, middle, middle) for phase in phases)
     work_s = sum(phase.work_s for phase in phases)

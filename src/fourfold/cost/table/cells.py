@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fourfold import door
 from fourfold.cost.table.reference import NoteWords, RowTable
 from fourfold.errors import UserError, shorten
+from fourfold.units import plain_float
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -30,15 +31,8 @@ def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:
 def number(cell: str) -> float:
     """NaN where it is blank, unreadable, or so far from 0 or so near to it that it is nothing's
     number."""
-    value = _float(cell)
+    value = plain_float(cell)
     return value if value == 0 or door.is_possible(abs(value)) else float("nan")
-
-
-def _float(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return float("nan")
 
 
 def numbers(cells: Sequence[str]) -> Floats:
@@ -58,7 +52,7 @@ def impossible(table: RowTable) -> list[str]:
         for name in MEASURED
         for cells in [table.column(name)]
         for i in np.flatnonzero(np.isnan(measured(cells)))
-        if (value := _float(cells[i])) == value
+        if (value := plain_float(cells[i])) == value
     ]
 
 
