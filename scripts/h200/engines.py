@@ -40,7 +40,7 @@ COLUMNS = (
     "dp", "sharding", "sequence_parallel", "mbs", "gbs", "precision", "act_ckpt", "attention",
     "note", "head_dim", "attn_kind", "q_lora_rank", "kv_lora_rank", "qk_rope_dim", "v_head_dim",
     "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "moe_every", "ep",
-    "etp", "dispatcher", "routing",
+    "etp", "dispatcher", "routing", "rough_gib",
 )  # fmt: skip
 RELEASES = {"torchtitan": "0.2.2", "accelerate": "1.15", "deepspeed": "0.19.8"}
 Row = dict[str, object]
@@ -179,10 +179,10 @@ def _shape_cells(model: ModelShape) -> Row:
     return cells
 
 
-def may_fit(row: Row) -> bool:
-    """Return whether a rough count of bytes leaves room: weights, gradients and moments; what a
-    layer keeps of a token; the loss over all words. It only keeps out what would surely end
-    early."""
+def rough_gib(row: Row) -> float:
+    """Return a rough count of memory: weights, gradients and moments; what a layer keeps of a
+    token; the loss over all words. It only keeps out what would surely end early, and says which
+    rows may share the GPU while they compile."""
     name = str(row["model"]).removesuffix("-8l")
     model = catalog.model(name)
     if name + "-8l" == row["model"]:
@@ -200,7 +200,7 @@ def may_fit(row: Row) -> bool:
     hugging_face = row["engine"] != "torchtitan"
     loss = tokens * model.vocab * (20 if hugging_face else 4 if row["compiled"] else 12)
     whole = state * model_params(model, 1) / shards + activations + loss / int(str(row["tp"]))
-    return whole / 2**30 < MOST_GIB
+    return whole / 2**30
 
 
 def draw(rows: list[Row]) -> list[Row]:
@@ -247,7 +247,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def draw_all() -> None:
-    rows = [row | {"row_id": f"g{at:04d}"} for at, row in enumerate(filter(may_fit, grid()))]
+    sized = [(row, rough_gib(row)) for row in grid()]
+    rows = [row | {"rough_gib": f"{gib:.1f}"} for row, gib in sized if gib < MOST_GIB]
+    rows = [row | {"row_id": f"g{at:04d}"} for at, row in enumerate(rows)]
     write(GRID, rows)
     drawn = draw(rows)
     write(DRAWN, drawn)

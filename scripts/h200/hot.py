@@ -16,7 +16,7 @@ import torch
 
 Call = Callable[[], object]
 
-WARM_S, WINDOW_S = 0.08, 0.22
+WARM_S, WINDOW_S = 0.08, 0.16
 GROUP_S = 2e-3  # of calls between two events, so that an event's own time doesn't count
 LEAST_GROUPS = 3
 L2_BYTES = 256 * 2**20  # more than the L2 of any GPU: inputs of all copies together
@@ -46,8 +46,10 @@ class Gauge:
     def watts(self) -> float:
         return pynvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3
 
-    def used_bytes(self) -> int:
-        return pynvml.nvmlDeviceGetMemoryInfo(self._gpu).used
+    def used_bytes(self, process: int) -> int:
+        """Return what a process holds, 0 where the driver does not tell."""
+        held = pynvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)
+        return next((one.usedGpuMemory or 0 for one in held if one.pid == process), 0)
 
 
 def heat(seconds: float) -> None:

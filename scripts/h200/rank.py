@@ -3,9 +3,10 @@
 python scripts/h200/rank.py ROWS.csv OUT.csv [--seconds 540] [--first ROW_ID] [--only ROW_ID ...]
 
 Runs the rows of a table that scripts/h200/engines.py has drawn, in its order, and writes OUT.csv:
-the same cells with what was measured. While a row runs the next one's process imports its engine
-and touches the GPU when its turn comes. A row of several GPUs is one rank of them on a fake process
-group: its sizes are true, its seconds lack communication.
+the same cells with what was measured. While a row's steps are timed nothing else runs; its builds
+and compiles go beside those of others where the GPU has room for all (`rough_gib`). A row of
+several GPUs is one rank of them on a fake process group: its sizes are true, its seconds lack
+communication.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import csv
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,14 +26,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 GIB = 2**30
-ROW_LIMIT_S = 100.0
-WINDOW_S = 8.0  # of timed steps
+ROW_LIMIT_S = 150.0
+LEAST_S = 25.0  # left to begin another row
+SETTLE_S, WINDOW_S = 2.5, 4.5  # of steps before those that are timed, and of those
+LANES = 4  # rows that import, build or compile at once
+CARD_GIB, CONTEXT_GIB, SLACK = 138.0, 2.0, 1.1  # of the GPU; of a process; over a rough count
+DRAIN_S = 0.5
+PATIENCE_S = 40.0
 FEWEST, MOST = 5, 60  # timed steps
 MEASURED = (
-    "step_s", "low_s", "high_s", "steps", "first_s", "tokens_s_gpu", "allocated_gib",
+    "step_s", "low_s", "high_s", "steps", "first_s", "tokens_s_gpu", "mem_gb", "allocated_gib",
     "reserved_gib", "smi_gib", "state_gib", "retries", "gemm_s", "attention_s", "optimizer_s",
     "other_s", "idle_s", "launches", "attention_kernel", "sm_mhz", "watts", "torch", "status",
     "why",
@@ -304,8 +312,13 @@ def accelerate(row: Row) -> Job:
 def deepspeed(row: Row) -> Job:
     """DeepSpeed with bf16 and torch's fused AdamW, for which it needs no compiled operator."""
     import deepspeed as engine_of
+    import deepspeed.runtime.engine as runtime
     import torch
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+    joins = {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}
+    # What its compiled operator does, by torch's own functions.
+    runtime.UtilsBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(**joins))
     torch.cuda.set_device(0)
     model = _hugging_face(row)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -340,40 +353,35 @@ ENGINES: dict[str, Callable[[Row], Job]] = {
 
 
 def measure(row: Row) -> Facts:
-    """Run a row's steps. The first makes the optimizer's state and compiles; peaks are of the steps
-    after the second, and seconds of the later half of those."""
+    """Run a row's steps. The first makes the optimizer's state and compiles. After the second it
+    waits until it has the GPU alone; peaks are of the steps after that, seconds of those after the
+    clock has settled."""
     import torch
     from hot import Gauge
 
     one_process(row)
     cuda, gauge = torch.cuda, Gauge()
     facts: Facts = {"torch": torch.__version__, "status": "ok"}
-    free = gauge.used_bytes()
     try:
         job = ENGINES[row["engine"]](row)
         facts["first_s"] = round(_seconds(job), 3)
-        one = _seconds(job)
+        _seconds(job)
         facts["state_gib"] = _gib(cuda.memory_allocated())
+        print("WARM", flush=True)
+        sys.stdin.readline()
         cuda.reset_peak_memory_stats()
         with _Watch(gauge) as watch:
-            many = max(FEWEST, min(MOST, round(WINDOW_S / one)))
-            marks = [cuda.Event(enable_timing=True) for _ in range(many + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                job.step()
-                mark.record()
-            cuda.synchronize()
-        seconds = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks)]
-        late = sorted(seconds[many // 2 :])
-        step_s = median(late)
+            seconds = _timed(job, _settled(job))
+        step_s = median(seconds)
         tokens = _local(row) * int(row["seq_len"]) // (int(row["tp"]) * int(row["pp"]))
         stats = cuda.memory_stats()
+        reserved = _gib(stats["reserved_bytes.all.peak"])
         facts |= {
-            "step_s": f"{step_s:.5g}", "low_s": f"{late[0]:.5g}", "high_s": f"{late[-1]:.5g}",
-            "steps": len(late), "tokens_s_gpu": f"{tokens / step_s:.0f}",
-            "allocated_gib": _gib(stats["allocated_bytes.all.peak"]),
-            "reserved_gib": _gib(stats["reserved_bytes.all.peak"]),
-            "smi_gib": _gib(gauge.used_bytes() - free), "retries": stats["num_alloc_retries"],
+            "step_s": f"{step_s:.5g}", "low_s": f"{seconds[0]:.5g}",
+            "high_s": f"{seconds[-1]:.5g}", "steps": len(seconds),
+            "tokens_s_gpu": f"{tokens / step_s:.0f}", "mem_gb": reserved,
+            "allocated_gib": _gib(stats["allocated_bytes.all.peak"]), "reserved_gib": reserved,
+            "smi_gib": _gib(gauge.used_bytes(os.getpid())), "retries": stats["num_alloc_retries"],
             "sm_mhz": watch.clock, "watts": watch.watts,
         }  # fmt: skip
         facts |= _parts(job, step_s)
@@ -381,6 +389,29 @@ def measure(row: Row) -> Facts:
         facts |= {"status": "oom", "why": str(error).splitlines()[0][:200]}
         facts["allocated_gib"] = _gib(cuda.max_memory_allocated())
     return facts
+
+
+def _settled(job: Job) -> float:
+    """Seconds of a step after SETTLE_S of steps."""
+    end = time.perf_counter() + SETTLE_S
+    one = _seconds(job)
+    while time.perf_counter() < end:
+        one = _seconds(job)
+    return one
+
+
+def _timed(job: Job, one: float) -> list[float]:
+    """Seconds of steps that follow each other, in order of size; `one` is about what each takes."""
+    import torch
+
+    many = max(FEWEST, min(MOST, round(WINDOW_S / one)))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(many + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        job.step()
+        mark.record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks))
 
 
 def _seconds(job: Job) -> float:
@@ -478,71 +509,152 @@ def child(engine: str) -> None:
 
 
 class Worker:
-    """A row's process, which imports from now on and runs when `run` is called."""
+    """A row's process: it imports, receives its row when the GPU has room for it, is warm after two
+    steps, and times the others when it is told to. Meanwhile the rest is stopped."""
 
-    def __init__(self, row: Row, log: Path) -> None:
+    def __init__(self, row: Row, log: Path, *, alone: bool) -> None:
         self.row, self._log = row, log
+        rough = CARD_GIB if alone else float(row["rough_gib"])
+        self.gib = rough * SLACK + CONTEXT_GIB
+        self.state = "importing"
+        self.beside = False  # whether another row had its part of the GPU's memory
+        self.since = time.perf_counter()  # of the last state
         env = dict(os.environ, PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
         if row["engine"] == "torchtitan":
             env["PYTORCH_CUDA_ALLOC_CONF"] = SPARE
         words = [sys.executable, os.path.abspath(__file__), "--child", row["engine"]]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env
-            )
+                words, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env,
+                start_new_session=True,
+            )  # fmt: skip
 
-    def run(self, limit_s: float) -> Facts:
-        pipe = self._process.stdin
+    def look(self) -> None:
+        """Move on to the state that its log tells of."""
+        if self._process.poll() is not None:
+            self.state = "over"
+        elif self.state in ("importing", "warming"):
+            word, then = {"importing": ("READY", "ready"), "warming": ("WARM", "warm")}[self.state]
+            if word in self._lines():
+                self.state, self.since = then, time.perf_counter()
+
+    def hand_over(self) -> None:
+        self._say(json.dumps(self.row))
+        self.state, self.since = "warming", time.perf_counter()
+
+    def time_steps(self) -> None:
+        self._say("GO")
+        self.state, self.since = "timing", time.perf_counter()
+
+    def _say(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it ended already: its log says why
-            pipe.write((json.dumps(self.row) + "\n").encode())
-            pipe.close()
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return {"status": "dropped", "why": f"took more than {limit_s:.0f} s"}
-        text = self._log.read_text(errors="replace")
-        found = [line for line in text.splitlines() if line.startswith("RESULT ")]
+            self._process.stdin.write((line + "\n").encode())
+            self._process.stdin.flush()
+
+    def signal(self, which: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, which)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines()
+
+    def facts(self) -> Facts:
+        lines = [line.strip() for line in self._lines() if line.strip()]
+        found = [line for line in lines if line.startswith("RESULT ")]
         if found:
             return json.loads(found[-1].removeprefix("RESULT "))
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        why = next(
-            (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else ""
-        )
+        last = lines[-1] if lines else ""
+        why = next((line for line in reversed(lines) if "Error" in line), last)
         print("\n".join(lines[-25:]), flush=True)
         return {"status": "fail", "why": why[:300]}
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
+class Sitting:
+    """Rows over a GPU: several import and warm up at once where its memory has room for all; one
+    alone times its steps."""
 
-def run_rows(rows: list[Row], out: Path, seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    folder = Path(tempfile.mkdtemp())
-    workers = {0: Worker(rows[0], folder / "0")}
-    done: list[Row] = []
-    for at, row in enumerate(rows):
-        worker = workers.pop(at)
-        left = end - time.perf_counter()
-        if left < 20.0:
+    def __init__(self, rows: list[Row], out: Path, seconds: float) -> None:
+        self._rows, self._out = list(rows), out
+        self._end = time.perf_counter() + seconds
+        self._folder = Path(tempfile.mkdtemp())
+        self._workers: list[Worker] = []
+        self._done: list[Row] = []
+        self._alone: set[str] = set()  # rows that get the GPU alone
+
+    def run(self) -> None:
+        while self._rows or self._workers:
+            left = self._end - time.perf_counter()
+            if left < 0:
+                break
+            while len(self._workers) < LANES and self._rows and left > LEAST_S:
+                row = self._rows.pop(0)
+                name = row["row_id"]
+                self._workers.append(Worker(row, self._folder / name, alone=name in self._alone))
+            if left < LEAST_S and all(w.state in ("importing", "ready") for w in self._workers):
+                break
+            for worker in list(self._workers):
+                worker.look()
+                late = time.perf_counter() - worker.since > ROW_LIMIT_S
+                if worker.state == "over":
+                    self._finish(worker, worker.facts())
+                elif late and worker.state in ("warming", "timing"):
+                    worker.end()
+                    self._finish(worker, {"status": "dropped", "why": f"over {ROW_LIMIT_S:.0f} s"})
+            self._move()
+            time.sleep(0.05)
+        for worker in self._workers:
             worker.end()
-            print("not run for lack of time:", *(r["row_id"] for r in rows[at:]), flush=True)
-            break
-        if at + 1 < len(rows):
-            workers[at + 1] = Worker(rows[at + 1], folder / str(at + 1))
-        begin = time.perf_counter()
-        facts = worker.run(min(ROW_LIMIT_S, left))
-        wall = time.perf_counter() - begin
-        done.append(row | {name: str(facts.get(name, "")) for name in MEASURED})
+        names = [row["row_id"] for row in self._rows]
+        print("not run for lack of time:", *(w.row["row_id"] for w in self._workers), *names)
+
+    def _move(self) -> None:
+        """Time the first that is warm, or else hand a row to the first that fits."""
+        if any(worker.state == "timing" for worker in self._workers):
+            return
+        warm = next((worker for worker in self._workers if worker.state == "warm"), None)
+        if warm:
+            for worker in self._workers:
+                if worker.state == "warming":
+                    worker.signal(signal.SIGSTOP)
+            time.sleep(DRAIN_S)  # for the work that the stopped have queued
+            warm.time_steps()
+            return
+        held = sum(w.gib for w in self._workers if w.state == "warming")
+        for worker in self._workers:
+            if worker.state != "ready":
+                continue
+            if not held or held + worker.gib < CARD_GIB:
+                worker.hand_over()
+                held += worker.gib
+            elif time.perf_counter() - worker.since > PATIENCE_S:
+                break  # smaller rows behind it would keep it waiting
+        warming = [worker for worker in self._workers if worker.state == "warming"]
+        for worker in warming:
+            worker.beside |= len(warming) > 1
+
+    def _finish(self, worker: Worker, facts: Facts) -> None:
+        self._workers.remove(worker)
+        for other in self._workers:
+            other.signal(signal.SIGCONT)
+        row, wall = worker.row, time.perf_counter() - worker.since
+        if worker.beside and (facts["status"] == "oom" or int(facts.get("retries", 0))):
+            print(row["row_id"], "again, alone:", facts["status"], facts.get("why", ""), flush=True)
+            self._rows.insert(0, row)
+            self._alone.add(row["row_id"])
+            return
+        self._done.append(row | {name: str(facts.get(name, "")) for name in MEASURED})
         show = ("status", "step_s", "first_s", "allocated_gib", "reserved_gib", "smi_gib", "why")
-        print(
-            row["row_id"], f"{wall:.0f} s", *(f"{k}={facts.get(k, '')}" for k in show), flush=True
-        )
-        with out.open("w", newline="") as file:
-            table = csv.DictWriter(file, done[0], lineterminator="\n")
+        shown = (f"{name}={facts.get(name, '')}" for name in show)
+        print(f"{self._end - time.perf_counter():.0f}", row["row_id"], f"{wall:.0f} s", *shown,
+              flush=True)  # fmt: skip
+        with self._out.open("w", newline="") as file:
+            table = csv.DictWriter(file, self._done[0], lineterminator="\n")
             table.writeheader()
-            table.writerows(done)
+            table.writerows(self._done)
 
 
 def main() -> None:
@@ -563,7 +675,7 @@ def main() -> None:
         rows = rows[names.index(args.first) :]
     if args.only:
         rows = [row for row in rows if row["row_id"] in args.only]
-    run_rows(rows, args.out, args.seconds)
+    Sitting(rows, args.out, args.seconds).run()
 
 
 if __name__ == "__main__":
