@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -33,6 +34,7 @@ from fourfold.logs.row import Row
 from fourfold.spec import codec, texts
 from fourfold.spec.tokens import TokenInfo, edges_of, token_paths
 from fourfold.tables.forms import parse
+from fourfold.traces.events import read_chrome
 from fourfold.verbs.requests import FitRequest, ReportRequest, ScoreRequest
 from tests.growth import QUADRATIC, grows
 from tests.sources import tree_of
@@ -69,6 +71,14 @@ def _key(size: int) -> None:
         texts.parse_toml(".".join(["'a b'"] * size) + " = 1")
 
 
+def _trace(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"no traceEvents|of over 1 MB|does not end|no objects"):
+            read_chrome(path)
+
+
 # Each took time with the square of its size, or memory.
 INPUTS: dict[str, Callable[[int], object]] = {
     "brackets in a heading": lambda size: propose(["[" * size]),
@@ -79,6 +89,11 @@ INPUTS: dict[str, Callable[[int], object]] = {
     "dashes in a log": _dashes,
     "rows of one name": _names,
     "parts of a TOML key": _key,
+    "heads of a trace in its head": lambda n: _trace('{"a":[' + '{"traceEvents":[]},' * n + "1]}"),
+    "members of a trace's head": lambda n: _trace("{" + '"a":1,' * n + '"b":1}'),
+    "ends of events in an event": lambda n: _trace('{"traceEvents":[{"a":[' + "{}," * 20 * n),
+    "brackets in an event": lambda n: _trace('{"traceEvents":[{"a":[' + "[]," * 20 * n),
+    "values for events": lambda n: _trace('{"traceEvents":[' + "1," * n),
 }
 
 

@@ -1,5 +1,5 @@
 """Chrome traces (PyTorch's profiler, Kineto), plain or gzip, read in pieces: a gigabyte needs a few
-megabytes beside what is kept of it."""
+megabytes beside what is kept of it, and the time grows with the bytes, whatever they hold."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ from fourfold.errors import UserError
 from fourfold.files import refused
 
 _PIECE_BYTES = 4 * 2**20
-# No event, and nothing beside the events, is longer.
-_MOST_CHARS = 64 * 2**20
+_MAX_TRACE_CHARS = 16 * 2**30
+_MAX_EVENT_CHARS = 2**20
+# A member beside the events: the process groups of 16,000 ranks have a few megabytes.
+_MAX_MEMBER_CHARS = 16 * 2**20
+# The last event of a piece that surely ends there is looked for in so many characters.
+_TAIL_CHARS = 2**16
 _BETWEEN = re.compile(r"\}\s*,\s*(?=\{)")
-_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-_TRIES = 4
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _MAKE = "profile again; such traces come from torch.profiler's export_chrome_trace"
+_LOG_OR_MAKE = "a run's log is read by 'fourfold collect'; traces come from torch.profiler or nsys"
 GZIP_MAGIC = b"\x1f\x8b"
+_read_value = json.JSONDecoder().raw_decode
 
 
 class ChromeReader:
-    """`events` yields them in lists, as far as they are objects; then `meta` has what stands beside
-    them."""
+    """Reader of one file. `events` yields lists of objects; afterwards `meta` has the members that
+    stand beside the events."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.meta = path, {}
-        self._text, self._ended = "", False
+        self.path = path
+        self.meta: dict[str, Any] = {}
+        # What is read and not yet taken: the text from `_at` on.
+        self._text, self._at, self._ended = "", 0, False
+        self._num_chars = 0
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def events(self) -> Iterator[list[dict[str, Any]]]:
         try:
             with files.open_regular(self.path, field="trace") as plain:
                 is_gzip = plain.read(2) == GZIP_MAGIC
                 plain.seek(0)
-                stream = gzip.GzipFile(fileobj=plain) if is_gzip else plain
-                yield from self._events(stream)
+                self._stream = gzip.GzipFile(fileobj=plain) if is_gzip else plain
+                yield from self._events()
         except (gzip.BadGzipFile, EOFError, zlib.error):
             self._refuse("is cut off or damaged inside its gzip data")
         except OSError as error:
@@ -48,111 +57,156 @@ class ChromeReader:
         except RecursionError:
             self._refuse("is nested too deeply for a trace")
 
-    def _events(self, stream: BinaryIO | gzip.GzipFile) -> Iterator[list[dict[str, Any]]]:
-        decoder = getincrementaldecoder("utf-8")(errors="replace")
+    _stream: BinaryIO | gzip.GzipFile
 
-        def more() -> None:
-            piece = stream.read(_PIECE_BYTES)
-            self._ended = not piece
-            self._text += decoder.decode(piece, final=self._ended)
+    def _events(self) -> Iterator[list[dict[str, Any]]]:
+        self._more()
+        self._text = self._text.removeprefix("\ufeff")
+        first = self._next()
+        if first not in ("{", "["):
+            rule = "is not a trace: neither JSON nor an nsys export in SQLite"
+            self._refuse(rule, _LOG_OR_MAKE)
+        self._at += 1
+        if first == "[":  # Chrome's own list of events, which may lack its end
+            if self._next() not in ("{", "]"):
+                self._refuse("is not a trace: a list, but not of events", _LOG_OR_MAKE)
+            yield from self._read_array(must_close=False)
+            return
+        self._read_head()
+        yield from self._read_array(must_close=True)
+        self._read_tail()
 
-        more()
-        text = self._text.lstrip("\ufeff \t\r\n")
-        if text[:1] not in ("{", "["):
-            self._refuse("is not a trace: neither JSON nor an nsys export in SQLite")
-        self._text = text[1:]
-        is_object = text[0] == "{"
-        if is_object:
-            self._read_head(more)
-        yield from self._read_array(more, must_close=is_object)
-        while not self._ended and len(self._text) < _MOST_CHARS:
-            more()
-        if is_object:
-            self.meta |= self._object("{" + self._text.strip().removeprefix(","))
+    def _more(self, num_bytes: int = _PIECE_BYTES) -> None:
+        piece = self._stream.read(num_bytes)
+        self._ended = not piece
+        text = self._decoder.decode(piece, final=self._ended)
+        self._num_chars += len(text)
+        if self._num_chars > _MAX_TRACE_CHARS:
+            rule = f"has over {_MAX_TRACE_CHARS / 2**30:g} GiB of text"
+            self._refuse(rule, "profile fewer steps")
+        self._text, self._at = self._text[self._at :] + text, 0
 
-    def _read_head(self, more: Any) -> None:
-        """Up to the events: what stands before them is an object of its own."""
-        at = 0
+    def _next(self) -> str:
+        """Return the next character that is no white space, '' at the end of the file."""
         while True:
-            for found in _EVENTS.finditer(self._text, at):
-                head = self._text[: found.start()].rstrip()
-                try:
-                    self.meta = json.loads("{" + head.removesuffix(",") + "}")
-                except ValueError:
-                    continue  # inside a text or a deeper object
-                self._text = self._text[found.end() :]
-                return
-            if self._ended or len(self._text) > _MOST_CHARS:
+            match = _NOT_SPACE.search(self._text, self._at)
+            self._at = match.start() if match else len(self._text)
+            if match or self._ended:
+                return match[0] if match else ""
+            self._more()
+
+    def _read_head(self) -> None:
+        """Read the members before the events, each of them once, and the bracket of the events."""
+        while True:
+            name = self._member() if self._next() == '"' else None
+            if not isinstance(name, str) or self._next() != ":":
                 self._no_events()
-            at = max(0, len(self._text) - 64)
-            more()
+            self._at += 1
+            if self._next() == "[" and name == "traceEvents":
+                self._at += 1
+                return
+            self.meta[name] = self._member()
+            if self._next() != ",":
+                self._no_events()
+            self._at += 1
+
+    def _member(self) -> Any:
+        """Take one value. An incomplete one is tried again with twice the text, so that the time
+        grows with its length."""
+        while True:
+            try:
+                value, end = _read_value(self._text, self._at)
+            except ValueError:
+                if self._ended or len(self._text) - self._at > _MAX_MEMBER_CHARS:
+                    self._refuse(
+                        "is cut off, or no JSON, before its traceEvents begin", _LOG_OR_MAKE
+                    )
+            else:
+                if end < len(self._text) or self._ended:  # else a number may go on
+                    self._at = end
+                    return value
+            self._more(max(_PIECE_BYTES, len(self._text) - self._at))
 
     def _no_events(self) -> NoReturn:
-        try:
-            plain = json.loads("{" + self._text) if self._ended else {}
-        except ValueError:
-            self._refuse("is cut off, or no JSON, before its traceEvents begin")
-        named = ", ".join(list(plain)[:5])
-        self._refuse(f"has no traceEvents (it has {named})" if named else "has no traceEvents")
+        if self._next() != "}":
+            self._refuse("is cut off, or no JSON, before its traceEvents begin", _LOG_OR_MAKE)
+        names = ", ".join(list(self.meta)[:5])
+        rule = f"has no traceEvents (it has {names})" if names else "has no traceEvents"
+        self._refuse(rule, _LOG_OR_MAKE)
 
-    def _read_array(self, more: Any, *, must_close: bool) -> Iterator[list[dict[str, Any]]]:
+    def _read_array(self, *, must_close: bool) -> Iterator[list[dict[str, Any]]]:
         while True:
-            whole = self._whole_events()
-            if whole is not None:
-                yield _objects(whole)
-                if not self._ended:
-                    more()
-                continue
-            closed = self._closed_array()
-            if closed is not None:
-                yield _objects(closed)
-                return
-            if self._ended:
-                if must_close:
-                    self._refuse("is cut off or damaged: its list of events does not end")
-                yield _objects(self._unclosed_array())
-                return
-            if len(self._text) > _MOST_CHARS:
-                self._refuse("has an event of over 64 MB, or is no list of events")
-            more()
+            events = self._events_of_piece()
+            if not events:
+                events, is_closed = self._events_in_turn()
+                if is_closed or (self._ended and not must_close and not self._next()):
+                    yield self._checked(events)
+                    return
+                if self._ended:
+                    within = (
+                        "its list of events does not end" if must_close else "within its events"
+                    )
+                    self._refuse(f"is cut off or damaged: {within}")
+                if len(self._text) - self._at > _MAX_EVENT_CHARS:
+                    self._refuse("has an event of over 1 MB, or is no list of events")
+            yield self._checked(events)
+            if not self._ended:
+                self._more()
 
-    def _whole_events(self) -> list[Any] | None:
-        """All that surely are complete, if more are to come after them; takes them off the text."""
-        start = max(0, len(self._text) - 2**16)
-        ends = [found.start() + 1 for found in _BETWEEN.finditer(self._text, start)]
-        for end in reversed(ends[-_TRIES:]):
-            try:
-                events = json.loads("[" + self._text[:end] + "]")
-            except ValueError:
-                continue  # between objects of one event
-            self._text = self._text[end:].lstrip(", \t\r\n")
-            return events
-        return None
-
-    def _closed_array(self) -> list[Any] | None:
+    def _events_of_piece(self) -> list[Any]:
+        """Take all events before the last boundary in sight, at once; none where that boundary lies
+        inside of an event."""
+        start = max(self._at, len(self._text) - _TAIL_CHARS)
+        ends = [match.start() + 1 for match in _BETWEEN.finditer(self._text, start)]
+        if not ends:
+            return []
         try:
-            events, end = json.JSONDecoder().raw_decode("[" + self._text)
+            events = json.loads("[" + self._text[self._at : ends[-1]] + "]")
         except ValueError:
-            return None
-        self._text = self._text[end - 1 :]
+            return []
+        self._at = ends[-1]
+        self._comma()
         return events
 
-    def _unclosed_array(self) -> list[Any]:
-        """Chrome's own list may lack its end."""
-        try:
-            return json.loads("[" + self._text.rstrip(", \t\r\n") + "]")
-        except ValueError:
-            self._refuse("is cut off, or no JSON, within its events")
+    def _comma(self) -> None:
+        if self._next() == ",":
+            self._at += 1
 
-    def _object(self, text: str) -> dict[str, Any]:
+    def _events_in_turn(self) -> tuple[list[Any], bool]:
+        """Take (events up to the first incomplete one, whether the list ended)."""
+        events: list[Any] = []
+        text = self._text
+        while True:
+            match = _NOT_SPACE.search(text, self._at)
+            at = match.start() if match else len(text)
+            if match and match[0] == "]":
+                self._at = at + 1
+                return events, True
+            try:
+                event, end = _read_value(text, at)
+            except ValueError:
+                return events, False
+            match = _NOT_SPACE.search(text, end)
+            if match is None and not self._ended:
+                return events, False
+            if match is not None and match[0] not in ",]":
+                return events, False
+            events.append(event)
+            self._at = match.start() + (match[0] == ",") if match else len(text)
+
+    def _checked(self, events: list[Any]) -> list[dict[str, Any]]:
+        if not all(type(event) is dict for event in events):
+            self._refuse("has events that are no objects")
+        return events
+
+    def _read_tail(self) -> None:
+        """Read the members behind the events."""
+        while not self._ended and len(self._text) - self._at < _MAX_MEMBER_CHARS:
+            self._more(max(_PIECE_BYTES, len(self._text) - self._at))
         try:
-            return json.loads(text)
+            self.meta |= json.loads("{" + self._text[self._at :].strip().removeprefix(","))
         except ValueError:
             self._refuse("is cut off or damaged after its events")
 
-    def _refuse(self, rule: str) -> NoReturn:
-        raise UserError(rule, field="trace", value=str(self.path), hint=_MAKE) from None
-
-
-def _objects(events: list[Any]) -> list[dict[str, Any]]:
-    return [event for event in events if isinstance(event, dict)]
+    def _refuse(self, rule: str, hint: str = _MAKE) -> NoReturn:
+        raise UserError(rule, field="trace", value=str(self.path), hint=hint) from None

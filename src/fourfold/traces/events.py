@@ -6,6 +6,7 @@ import gc
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +22,13 @@ Ints = NDArray[np.int64]
 _KINDS, PRODUCT_OPS = NAMES["categories"], NAMES["products"]
 _NUMBERS = {int, float}
 _NEVER_LAUNCH = frozenset(NAMES["names"]["never_launch"])
+# Since 1970, to the year 2112: larger times leave no digits for the length of a kernel.
+_MAX_TIME_US = float(2**52)
+_MAX_DURATION_US = 1e12
+# Real traces have millions of events, thousands of marks, and some thousand names and shapes.
+_MAX_EVENTS, _MAX_KEPT = 20_000_000, 8_000_000
+_MAX_MARKS, _MAX_TEXTS = 1_000_000, 1_000_000
+MAX_NAME_CHARS, _MAX_TEXT_CHARS = 4096, 256 * 2**20
 
 
 class NamedRange(NamedTuple):
@@ -98,10 +106,11 @@ class Builder:
         self._tables = {kind: _Table() for kind in ("kernel", "call", "op")}
         self._marks: list[tuple[str, float, float]] = []
         self._number = self._numbers.setdefault  # (text, the next number) -> its number
+        self._num_events = self._num_checked = self._num_chars = 0
 
     def add(self, events: list[dict[str, Any]]) -> None:
         """One loop without calls of its own: a large trace has millions of events."""
-        kinds, marks, span = _KINDS, self._marks, self.span
+        kinds, mark, span = _KINDS, self.mark, self.span
         for event in events:
             if event.get("ph") != "X":
                 continue
@@ -112,26 +121,28 @@ class Builder:
                 name = str(name)[:200]
             if kind is None or name in _NEVER_LAUNCH:
                 continue
+            if len(name) > MAX_NAME_CHARS:
+                name = name[:MAX_NAME_CHARS]
             start: Any = event.get("ts")
             lasts: Any = event.get("dur", 0)
             if type(start) not in _NUMBERS or type(lasts) not in _NUMBERS:
                 self._refuse(start if type(start) not in _NUMBERS else lasts)
             if kind == "mark":
-                marks.append((name, start, start + lasts))
+                mark(name, start, lasts)
                 continue
             args = event.get("args")
             thread = event.get("tid")
-            span(kind, start, start + lasts, name, thread, args if type(args) is dict else {})
+            span(kind, start, lasts, name, thread, args if type(args) is dict else {})
+        self.count(len(events))
 
     def span(
-        self, kind: str, start: float, end: float, name: str, thread: Any, args: dict[str, Any]
+        self, kind: str, start: float, lasts: float, name: str, thread: Any, args: dict[str, Any]
     ) -> None:
         table, number = self._tables[kind], self._number
-        try:
-            table.start.append(start)
-            table.end.append(end)
-        except OverflowError:
-            self._refuse(start)
+        if not (-_MAX_TIME_US < start < _MAX_TIME_US and 0 <= lasts < _MAX_DURATION_US):
+            self._refuse_time(start, lasts)
+        table.start.append(start)
+        table.end.append(start + lasts)
         shape = types = detail = -1
         if kind == "op":
             told = args.get("Input Dims")
@@ -158,23 +169,44 @@ class Builder:
             self._refuse(max(whole, key=abs))
 
     def _refuse(self, value: Any) -> NoReturn:
-        rule = f"has an event with {str(value)[:40]!r} where a time or a number belongs"
-        raise UserError(rule, field="trace", value=str(self.path), hint="profile again")
+        self._refuse_rule(f"has an event with {str(value)[:40]!r} where a time or a number belongs")
 
-    def mark(self, name: str, start: float, end: float) -> None:
-        self._marks.append((name, start, end))
+    def _refuse_time(self, start: float, lasts: float) -> NoReturn:
+        if lasts < 0:
+            self._refuse_rule(f"has an event of negative duration ({str(lasts)[:40]} us)")
+        self._refuse(lasts if -_MAX_TIME_US < start < _MAX_TIME_US else start)
+
+    def _refuse_rule(self, rule: str, hint: str = "profile again") -> NoReturn:
+        raise UserError(rule, field="trace", value=str(self.path), hint=hint)
+
+    def count(self, num_events: int) -> None:
+        """Count events that were read, kept or not; refuse more than memory should hold."""
+        self._num_events += num_events
+        texts = self._numbers
+        new = islice(reversed(texts), len(texts) - self._num_checked)
+        self._num_chars += sum(map(len, new))
+        self._num_checked = len(texts)
+        for number, limit, of in (
+            (self._num_events, _MAX_EVENTS, "events"),
+            (sum(len(t.start) for t in self._tables.values()), _MAX_KEPT, "kernels and operators"),
+            (len(self._marks), _MAX_MARKS, "marks of the program"),
+            (len(texts), _MAX_TEXTS, "different names and shapes"),
+            (self._num_chars, _MAX_TEXT_CHARS, "letters in names and shapes"),
+        ):
+            if number > limit:
+                self._refuse_rule(f"has over {limit:,} {of}", "profile fewer steps")
+
+    def mark(self, name: str, start: float, lasts: float) -> None:
+        if not (-_MAX_TIME_US < start < _MAX_TIME_US and 0 <= lasts < _MAX_DURATION_US):
+            self._refuse_time(start, lasts)
+        self._marks.append((name, start, start + lasts))
 
     def trace(self, meta: dict[str, Any]) -> Trace:
         tables = self._tables
         times = [np.frombuffer(t.start) for t in tables.values()]
-        for column in (*times, *(np.frombuffer(t.end) for t in tables.values())):
-            strange = column[~(np.abs(column) < 1e18)]
-            if len(strange):
-                self._refuse(strange[0])
         if not tables["kernel"].start and not tables["op"].start:
             rule = "has neither kernels nor operators of a profiler"
-            hint = "profile with activities CPU and CUDA"
-            raise UserError(rule, field="trace", value=str(self.path), hint=hint)
+            self._refuse_rule(rule, "profile with activities CPU and CUDA")
         base = min(float(column.min()) for column in times if len(column))
         marks = sorted(self._marks, key=lambda mark: mark[1])
         return Trace(

@@ -193,7 +193,9 @@ def find_steps(linked: Linked) -> TracedSteps:
         ("repetition", lambda: _by_bounds(linked, _repeats(linked))),
     ]
     for found_by, look in ways:
-        steps = [step for step in look() if len(step.kernels) >= _LEAST_KERNELS]
+        steps = [
+            step for step in look() if len(step.kernels) >= _LEAST_KERNELS and step.seconds > 0.0
+        ]
         if steps:
             used = _warm(steps, float(linked.kernels.start[0]))
             return TracedSteps(tuple(used), found_by, len(steps) - len(used))

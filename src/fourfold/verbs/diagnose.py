@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import ENGINES
+from fourfold.errors import MachineError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
@@ -182,7 +184,7 @@ def diagnose(
     logged = log_settings(request.log) if request.log else {}
     for path in paths:
         on_event(Event(f"reading {path.name}", kind="progress"))
-        examined.append(_with_request(examine(read_trace(path)), request, logged))
+        examined.append(_with_request(_examined(path), request, logged))
     ranks = tuple(sorted((_rank(one) for one in examined), key=lambda row: row.rank))
     found = max(examined, key=lambda one: _rank(one).busy_s)
     pricing = pricing_of(found, request)
@@ -203,6 +205,16 @@ def diagnose(
         fixed=fix_all(case, causes) if request.fix else None,
     )
     return replace(diagnosis, stored=keep(diagnosis, request.runs)) if request.runs else diagnosis
+
+
+def _examined(path: Path) -> Examined:
+    try:
+        return examine(read_trace(path))
+    except MemoryError:
+        rule = "needs more memory than this process may have"
+        raise MachineError(
+            rule, field="trace", value=str(path), hint="profile fewer steps"
+        ) from None
 
 
 def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, Any]) -> Examined:
