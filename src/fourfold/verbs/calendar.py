@@ -161,10 +161,9 @@ class _SizesTried:
                 "detection, restart and lost steps take almost all of the time"
             )
             hint = "use fewer GPUs or a lower --assume failures_per_gpu_day"
-            error = UserError(rule, field="gpus", value=gpus, hint=hint)
             if self.is_fixed:
-                raise error
-            return CalendarPoint(gpus=gpus, reason=str(error))
+                raise UserError(rule, field="gpus", value=gpus, hint=hint)
+            return CalendarPoint(gpus=gpus, reason=rule)
         return _point(self.request, gpus, plans, estimate, self.assumed)
 
     def planned(self, one: TrainingPhase, gpus: int) -> PlanAnswer:
