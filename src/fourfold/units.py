@@ -18,7 +18,14 @@ _BYTES: dict[str, float] = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-_DAYS = {"": 1.0, "d": 1.0, "day": 1.0, "days": 1.0, "w": 7.0, "h": 1.0 / 24.0}
+_DAYS = {
+    **dict.fromkeys(("", "d", "day", "days"), 1.0),
+    **dict.fromkeys(("w", "week", "weeks"), 7.0),
+    **dict.fromkeys(("h", "hour", "hours"), 1.0 / 24.0),
+}
+# Before a price '$', 'EUR '; after it the same, and what it is of.
+_CURRENCY = r"(?:[$€£¥]|(?:US)?\$|[A-Z]{3}(?![A-Za-z]))"
+_PRICE = rf"\s*(?:{_CURRENCY}\s*)?(.*?)\s*{_CURRENCY}?\s*(?:/\s*(?:GPU-?)?(?:h|hr|hour))?\s*\Z"
 # 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
 _BIT_OR_BYTE = r"[kKMGT]b(/s)?\Z"
 _RATES = {
@@ -66,8 +73,8 @@ def seconds_from(text: str) -> float:
 
 
 def days_from(text: str) -> float:
-    """'30d' -> 30, '6w' -> 42, '36h' -> 1.5."""
-    return _parse(text, _DAYS, "number of days", "30d or 6w")
+    """'30d' -> 30, '6w' and '6 weeks' -> 42, '36h' -> 1.5."""
+    return _parse(text, _DAYS, "number of days", "30d, 36h or 6 weeks")
 
 
 def bytes_per_s_from(text: str) -> float:
@@ -116,6 +123,18 @@ def number_from(text: str) -> float:
         return float(text)
     except ValueError:
         return float(_count(text, _THOUSANDS, "2.5, or 3.2M for 3.2e6"))
+
+
+def price_from(text: str) -> float:
+    """Return an amount of money: '$2.5', '2.50 EUR/h' and '2.5' alike."""
+    match = re.match(_PRICE, text)
+    return number_from(match[1] if match and match[1] else text)
+
+
+def budget_from(text: str) -> int:
+    """Return a whole amount of money: '$5M' and '5M' alike."""
+    match = re.match(_PRICE, text)
+    return count_from(match[1] if match and match[1] else text)
 
 
 def _count(text: str, units: dict[str, int], example: str) -> int:

@@ -145,3 +145,19 @@ def test_calendar_refuses_a_training_that_never_ends(failures: float) -> None:
 def test_a_chance_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="needs a deadline or a budget"):
         CalendarRequest(plan=PLAN, chance=0.9)
+
+
+def test_plan_and_calendar_count_the_same_gpu_hours_and_cost(cli: Cli) -> None:
+    words = ["--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len", "8k",
+             "--global-batch", "64", "--stack", "megatron", "--tokens", "1T"]  # fmt: skip
+    point = cli.json("calendar", *words, "--price", "$2")["best"]
+    answer = cli.json("plan", *words, "--price", "2 USD/h")
+    row = answer["ranked"][0]
+    assert point["gpu_hours"] == pytest.approx(row["gpu_hours"])
+    assert point["cost"] == pytest.approx(row["cost"]) == pytest.approx(2 * row["gpu_hours"])
+    assert point["goodput"] == pytest.approx(1 - answer["training"]["lost_share"])
+    assert point["spare_cost"] == pytest.approx(point["cost"] / 2)  # one host beside two
+    text = cli("calendar", *words, "--price", "2", "--deadline", "12 weeks")
+    assert "within 84 days" in text
+    assert "not counted: 1 spare host kept ready (14,2" in text
+    assert f"goodput {100 * point['goodput']:.1f}%" in cli("plan", *words)

@@ -127,7 +127,7 @@ def test_shares_are_read_as_people_write_them() -> None:
         (["--front", "memory"], "the fastest layouts for less and less memory"),
         (["--front", "gpus", "--tokens", "1B"], "the first choice on fewer and fewer GPUs"),
         (["--largest", "model", "--safe", "--micro-batch", "1"], "; it fits with a chance of 9"),
-        (["--tokens", "1B", "--lost", "10%"], "GPU-hours, .*of which 10.0% are not in steps"),
+        (["--tokens", "1B", "--lost", "10%"], "GPU-hours, .*goodput 90.0%"),
         (["--tokens", "1B", "--price", "2"], "30,518 steps take .* GPU-hours, .*cost "),
     ],
 )

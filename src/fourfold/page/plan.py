@@ -212,7 +212,7 @@ def _training(
     days, low, high = (three_digits(one / 86400.0) for one in seconds)
     took = f"{days} days (80%: {low} to {high})"
     share = answer.training["lost_share"]
-    lost = f", {100 * share:.1f}% of them not in steps: restarts, checkpoints, slow hosts"
+    lost = f", goodput {100 * (1 - share):.1f}% (the rest: restarts, checkpoints, slow hosts)"
     tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
     yield "Training", f"{tokens}, {counted(answer.training['steps'], 'step')}: {took}{lost}"
     hours = best.gpu_hours

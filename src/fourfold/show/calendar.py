@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Part of the time -> what it is.
 PARTS = {
     "first": "steps",
-    "slow": "steps longer by slow hosts",
+    "slow": "slow-host slowdown",
     "evaluating": "evaluation pauses",
     "repeated": "steps repeated after loss spikes",
     "saving": "pauses to save checkpoints",
@@ -68,7 +68,7 @@ def _points(answer: Calendar) -> Grid:
         ("s/step", lambda one: "; ".join(map(short_s, one.step_s))),
         ("days", lambda one: f"{one.days:.1f}"),
         ("days 80%", days),
-        *named("GPU-hours=gpu_hours:,.0f", "effective:.1%"),
+        *named("GPU-hours=gpu_hours:,.0f", "goodput:.1%"),
     ]
     if any(one.cost is not None for one in ended):
         columns.append(("cost", lambda one: f"{one.cost or 0.0:,.0f}"))
@@ -93,9 +93,14 @@ def _remarks(answer: Calendar, best: CalendarPoint) -> Iterable[str]:
     yield (
         f"{best.steps:,} steps; about {counted(round(best.interruptions), 'interruption')}; a "
         f"checkpoint of {show_bytes(best.checkpoint_bytes)} every {best.checkpoint_s / 60:.0f} "
-        f"minutes; {counted(best.spare_hosts, 'spare host')}"
-        + (", which the cost includes" if best.cost is not None else "")
+        f"minutes"
     )
+    left_out = ["the queue", "data preparation"]
+    if best.spare_hosts:
+        cost = "" if best.spare_cost is None else f", cost {best.spare_cost:,.0f}"
+        hosts = counted(best.spare_hosts, "spare host")
+        left_out.insert(0, f"{hosts} kept ready ({best.spare_gpu_hours:,.0f} GPU-hours{cost})")
+    yield f"not counted: {', '.join(left_out)}"
     given = [
         f"{name}={one['value']:g}"
         for name, one in answer.assumptions.items()

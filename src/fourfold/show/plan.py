@@ -125,12 +125,11 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
 def _training(plan: PlanAnswer, row: PlanRow) -> str:
     """What the whole training takes; its columns do not always have room."""
     days = f"{_days(row):.1f} days (80%: {' to '.join(_days_range(row))})"
-    cost = f", cost {row.cost:,.0f} without spare hosts" if row.cost is not None else ""
-    lost = plan.training["lost_share"]
-    share = f", of which {100 * lost:.1f}% are not in steps" if lost else ""
+    cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
+    goodput = f", goodput {100 * (1 - plan.training['lost_share']):.1f}%"
     energy = f", {row.power_w * row.gpu_hours / 1e6:,.0f} MWh"
     steps = counted(plan.training["steps"], "step")
-    return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{energy}{cost}{share}"
+    return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{energy}{cost}{goodput}"
 
 
 def _named(one: Alternative) -> str:

@@ -206,7 +206,7 @@ def _point(
     rows = [plan.ranked[0] for plan in plans]
     price = _price(request.plan)
     spares = found.spare_hosts * plans[0].host_gpus * found.total_s / 3600.0
-    cost = None if price is None else price * (found.gpu_hours + spares)
+    cost = None if price is None else price * found.gpu_hours
     if request.budget is not None and cost is None:
         raise UserError("is required with a budget", field="price", hint="such as --price 2.5")
     deadline, budget = request.deadline, request.budget
@@ -221,11 +221,13 @@ def _point(
         gpu_hours=found.gpu_hours,
         energy_mwh=found.energy_j / 3.6e9,
         cost=cost,
-        effective=found.effective,
+        goodput=found.goodput,
         interruptions=found.interruptions,
         checkpoint_s=float(found.parts[0].interval_s[0]),
         checkpoint_bytes=plans[0].params * assumed.state_bytes_per_param.value,
         spare_hosts=found.spare_hosts,
+        spare_gpu_hours=spares,
+        spare_cost=None if price is None else price * spares,
         shares=_shares(found),
         in_time=None if deadline is None else found.chance(deadline * DAY_S),
         in_budget=None

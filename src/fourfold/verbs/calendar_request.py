@@ -10,7 +10,7 @@ from fourfold.cost.calendar.assumptions import Assumptions, defaults
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import Ramp, check, codec
-from fourfold.units import count_from, days_from
+from fourfold.units import budget_from, days_from
 from fourfold.verbs import Answer, Request
 from fourfold.verbs.requests import Count, PlanRequest, Share, Size
 
@@ -41,8 +41,8 @@ class CalendarRequest(Request):
     deadline: Annotated[float, days_from] | None = flag(
         "deadline, such as 30d: shows the chance to meet it, and the fewest GPUs that do", "DAYS"
     )
-    budget: Annotated[int, count_from] | None = flag(
-        "budget, such as 5M: shows the most GPUs that stay within it (needs a price)", "X"
+    budget: Annotated[int, budget_from] | None = flag(
+        "budget, such as 5M: shows the most GPUs whose cost stays within it (needs a price)", "X"
     )
     chance: Share = flag(
         "required chance to meet deadline and budget (default 80%)", "SHARE", default=0.8
@@ -72,7 +72,8 @@ class CalendarRequest(Request):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalendarPoint:
     """A training on one number of GPUs; `low` and `high` are of the 80% interval. Shares are of its
-    time. `cost` is of these GPUs and the spares; energy is of the GPUs."""
+    time, `goodput` the share of steps that count. GPU-hours, cost and energy are of these GPUs;
+    `spare_gpu_hours` and `spare_cost` come on top where spare hosts are paid for."""
 
     gpus: int
     layouts: tuple[str, ...] = ()
@@ -84,11 +85,13 @@ class CalendarPoint:
     gpu_hours: float = 0.0
     energy_mwh: float = 0.0
     cost: float | None = None
-    effective: float = 0.0
+    goodput: float = 0.0
     interruptions: float = 0.0
     checkpoint_s: float = 0.0
     checkpoint_bytes: float = 0.0
     spare_hosts: int = 0
+    spare_gpu_hours: float = 0.0
+    spare_cost: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
     in_time: float | None = None  # chances
     in_budget: float | None = None

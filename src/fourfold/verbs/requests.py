@@ -26,7 +26,7 @@ from fourfold.spec import (
 )
 from fourfold.spec.run import refuse_short_names
 from fourfold.spec.words import DTYPES
-from fourfold.units import bytes_per_s_from, count_from, counted, number_from, share_from, size_from
+from fourfold.units import bytes_per_s_from, count_from, counted, price_from, share_from, size_from
 from fourfold.verbs import Request, set_field
 
 Count = Annotated[int, count_from]
@@ -117,8 +117,8 @@ class PlanRequest(Request):
         "SHARE",
         rare=True,
     )
-    price: Annotated[float, number_from] | None = flag(
-        "price of a GPU-hour (default: the cluster file's)", "X", rare=True
+    price: Annotated[float, price_from] | None = flag(
+        "price of a GPU-hour, such as 2.5 or $2.5 (default: the cluster file's)", "X", rare=True
     )
     where: tuple[str, ...] = flag(
         "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'",
@@ -163,6 +163,11 @@ class PlanRequest(Request):
         check.that(0 <= (self.lost or 0.0) < 1, "lost", self.lost, "must be below 1")
         if self.tokens is not None and not 0 < self.tokens < 1e18:
             raise UserError("must be above 0", field="tokens", value=self.tokens)
+        step = self.seq_len * (self.ramp.start if self.ramp else self.global_batch)
+        if self.tokens is not None and self.tokens < step:
+            rule = f"is less than a step, which takes {step:,} tokens"
+            hint = "write 15B for 15e9, 1.5T for 1.5e12"
+            raise UserError(rule, field="tokens", value=self.tokens, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

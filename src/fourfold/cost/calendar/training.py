@@ -181,6 +181,11 @@ class Training:
         return used / self.total_s
 
     @property
+    def goodput(self) -> float:
+        """Return the share of the time in steps that count, at their predicted seconds."""
+        return sum(phase.work_s for phase in self.phases) / self.total_s
+
+    @property
     def gpu_hours(self) -> float:
         pairs = zip(self.phases, self.parts, strict=True)
         return sum(phase.gpus * float(part.total_s[0]) for phase, part in pairs) / 3600.0
