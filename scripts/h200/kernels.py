@@ -256,7 +256,7 @@ def _block(which: str, m: int, n: int, k: int) -> Call:
     if which == "wgrad":
         two, kind = torch.ones(k // BLOCK, n, device="cuda").t(), ScalingType.BlockWise1x128
     else:
-        two = torch.ones(n // BLOCK, k // BLOCK, device="cuda").contiguous()
+        two = torch.ones(n // BLOCK, 4 * -(-k // (4 * BLOCK)), device="cuda").t()
         kind = ScalingType.BlockWise128x128
     return lambda: F.scaled_mm(a, b, one, ScalingType.BlockWise1x128, two, kind, output_dtype=BF16)
 

@@ -1,6 +1,7 @@
 """Rows of other engines on one GPU, each in a process of its own, on random tokens.
 
-python scripts/h200/rank.py ROWS.csv OUT.csv [--seconds 540] [--first ROW_ID] [--only ROW_ID ...]
+python scripts/h200/rank.py ROWS.csv OUT.csv [--seconds 540] [--only ROW_ID ...]
+    [--also ENGINE=FOLDER]
 
 Runs the rows of a table that scripts/h200/engines.py has drawn, in its order, and writes OUT.csv:
 the same cells with what was measured. While a row's steps are timed nothing else runs; its builds
@@ -512,7 +513,7 @@ class Worker:
     """A row's process: it imports, receives its row when the GPU has room for it, is warm after two
     steps, and times the others when it is told to. Meanwhile the rest is stopped."""
 
-    def __init__(self, row: Row, log: Path, *, alone: bool) -> None:
+    def __init__(self, row: Row, log: Path, folder: str, *, alone: bool) -> None:
         self.row, self._log = row, log
         rough = CARD_GIB if alone else float(row["rough_gib"])
         self.gib = rough * SLACK + CONTEXT_GIB
@@ -522,6 +523,8 @@ class Worker:
         env = dict(os.environ, PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
         if row["engine"] == "torchtitan":
             env["PYTORCH_CUDA_ALLOC_CONF"] = SPARE
+        if folder:
+            env["PYTHONPATH"] = os.pathsep.join((env.get("PYTHONPATH", ""), folder))
         words = [sys.executable, os.path.abspath(__file__), "--child", row["engine"]]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -577,8 +580,8 @@ class Sitting:
     """Rows over a GPU: several import and warm up at once where its memory has room for all; one
     alone times its steps."""
 
-    def __init__(self, rows: list[Row], out: Path, seconds: float) -> None:
-        self._rows, self._out = list(rows), out
+    def __init__(self, rows: list[Row], out: Path, seconds: float, folders: dict[str, str]) -> None:
+        self._rows, self._out, self._folders = list(rows), out, folders
         self._end = time.perf_counter() + seconds
         self._folder = Path(tempfile.mkdtemp())
         self._workers: list[Worker] = []
@@ -593,7 +596,8 @@ class Sitting:
             while len(self._workers) < LANES and self._rows and left > LEAST_S:
                 row = self._rows.pop(0)
                 name = row["row_id"]
-                self._workers.append(Worker(row, self._folder / name, alone=name in self._alone))
+                folder, log = self._folders.get(row["engine"], ""), self._folder / name
+                self._workers.append(Worker(row, log, folder, alone=name in self._alone))
             if left < LEAST_S and all(w.state in ("importing", "ready") for w in self._workers):
                 break
             for worker in list(self._workers):
@@ -665,17 +669,16 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--first", help="the row to begin with")
     parser.add_argument("--only", nargs="*", help="these rows alone")
+    parser.add_argument("--also", nargs="*", default=[], metavar="ENGINE=FOLDER",
+                        help="where rows of an engine alone find packages")  # fmt: skip
     args = parser.parse_args()
     with args.rows.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    if args.first:
-        names = [row["row_id"] for row in rows]
-        rows = rows[names.index(args.first) :]
     if args.only:
         rows = [row for row in rows if row["row_id"] in args.only]
-    Sitting(rows, args.out, args.seconds).run()
+    folders = dict(pair.split("=", 1) for pair in args.also)
+    Sitting(rows, args.out, args.seconds, folders).run()
 
 
 if __name__ == "__main__":
