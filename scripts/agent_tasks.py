@@ -4,12 +4,12 @@ A task is a model, machines and a batch of a published table (tests/golden), wit
 were measured there. The client asks the server's `predict` for each of them and takes the fastest
 that is 90% sure to fit. Regret: how much longer a step takes than with the best layout; of a choice
 that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody, the
-baselines of the exam (cost/exam.py): the rules of thumb of the engines' guides as numbers,
+baselines of the exam (exam/baselines.py): the rules of thumb of the engines' guides as numbers,
 and a constant MFU, which knows no difference (the mean over what these rules believe to fit). The
 shipped calibration was fitted with these tables, so the tool knows them: docs/accuracy.md has
 errors on tables that it does not.
 
-    python scripts/agent_tasks.py [--tasks N]
+    python -m scripts.agent_tasks [--tasks N]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import anyio
 from mcp import Client, StdioServerParameters, stdio_client
 
-from fourfold.cost import exam
+from exam.baselines import rule_of_thumb as predict_by_rules
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
 
@@ -145,7 +145,7 @@ def by_rules() -> dict[str, Said]:
     found = {}
     for source in SOURCES:
         rows = parse(read_table(GOLDEN / f"{source}.csv"))
-        said = exam.rule_of_thumb(rows)
+        said = predict_by_rules(rows)
         pairs = zip(said.step_s.tolist(), said.fits.tolist(), strict=True)
         found |= dict(zip(rows.table.column("row_id"), map(Said._make, pairs), strict=True))
     return found

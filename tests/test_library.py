@@ -51,7 +51,7 @@ def commands(name: str) -> list[list[str]]:
     lines = [
         line.replace("SMALL", TABLE["SMALL"]).replace("TINY", TABLE["TINY"]) for line in TABLE[name]
     ]
-    ours = ("tests/", "exam/")
+    ours = ("tests/",)
     return [
         [str(ROOT / word) if word.startswith(ours) else word for word in shlex.split(line)]
         for line in lines
@@ -97,7 +97,6 @@ done = [
     f.explain(f.PlanRequest(**NAMED), "dp8").explanation,
     f.fit_check(f.PlanRequest(**NAMED), "dp8"), f.support(f.SupportRequest(model="llama-tiny")),
     f.calendar(f.CalendarRequest(plan=f.PlanRequest(**NAMED, tokens=10**9))),
-    f.exam(f.ExamRequest(folder={str(ROOT / "exam/season1")!r})),
     f.front(f.PlanRequest(**NAMED), "memory"),
     f.largest(f.PlanRequest(**NAMED | dict(micro_batch=1, layout="tp8")), "sequence"),
     f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),

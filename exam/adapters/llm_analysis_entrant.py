@@ -1,7 +1,7 @@
-"""llm-analysis (https://github.com/cli99/llm-analysis) sits the exam.
+"""llm-analysis (https://github.com/cli99/llm-analysis) answers the exam.
 
     pip install llm-analysis fire
-    python exam/adapters/llm_analysis_entrant.py exam/season1
+    python exam/adapters/llm_analysis_entrant.py exam/published
 
 Writes entrants/llm-analysis.csv and its card. Its own GPU files are taken, and a FLOP efficiency of
 0.5. It has no context parallelism: such tasks are declined, as are those that it refuses.

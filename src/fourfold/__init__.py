@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.collect import CollectRequest, collect
     from fourfold.verbs.conformance import EnginesRequest, conform, engines, install_engines, matrix
     from fourfold.verbs.diagnose import diagnose
-    from fourfold.verbs.exam import ExamRequest, exam
     from fourfold.verbs.export import SupportRequest, export, support
     from fourfold.verbs.fit import fit, score, suggest_runs
     from fourfold.verbs.front import front, largest
@@ -84,7 +83,6 @@ _MODULES = {
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
     "verbs.diagnose": "diagnose",
-    "verbs.exam": "ExamRequest exam",
     "verbs.export": "SupportRequest export support",
     "verbs.fit": "fit score suggest_runs",
     "verbs.front": "front largest",

@@ -40,7 +40,6 @@ GROUPS = {
         "collect": "turn logs and tables of other engines into measured rows",
         "fit": "fit the cost model to measured runs, or suggest which runs to measure",
         "score": "score predictions against measured runs",
-        "exam": "let planners predict the same measured runs, and compare them",
     },
     "train": {
         "train": "train a model, or resume on any layout",
@@ -60,7 +59,7 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 _FILES = {
     "data": "data weights",
     "estimates": "calendar predict advise support",
-    "fit": "fit score exam",
+    "fit": "fit score",
     "machines": "clusters calibrate demo",
     "models": "models flops dryrun",
     "plan": "plan",
