@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -120,6 +121,79 @@ def test_no_file_outside_of_the_folder_is_read_or_written(tmp_path: Path) -> Non
     _with_client(folder, work)
 
 
+_ATTEMPTS = """
+import json, pathlib, sqlite3, sys
+from fourfold.agents.server import confine
+from fourfold.errors import UserError
+root = pathlib.Path(sys.argv[1])
+confine(root)
+calls = {
+    "escaped": lambda: sqlite3.connect("file:%2e%2e/outside/x.sqlite?mode=ro", uri=True),
+    "anchored": lambda: sqlite3.connect("file:../outside/y#x.sqlite?mode=rwc", uri=True),
+    "own": lambda: sqlite3.connect("file:%69n.sqlite?mode=rwc", uri=True),
+    "environment": lambda: open("environ.csv"),
+    "memory": lambda: open("/proc/self/maps"),
+    "processors": lambda: open("/proc/cpuinfo"),
+}
+refused = []
+for name, call in calls.items():
+    try:
+        call()
+    except UserError:
+        refused.append(name)
+print(json.dumps(refused))
+"""
+
+
+def test_confined_process_opens_what_a_name_really_leads_to(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    for place in (folder, outside, folder / "%2e%2e", folder / "%2e%2e" / "outside"):
+        place.mkdir()
+    (folder / "environ.csv").symlink_to("/proc/self/environ")
+    words = [sys.executable, "-c", _ATTEMPTS, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["escaped", "anchored", "environment", "memory"]
+    assert [*outside.iterdir()] == []
+
+
+def test_calls_that_wait_for_a_pipe_end_and_others_are_answered(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CALL_S", 3.0)
+    os.mkfifo(tmp_path / "pipe.log")
+    writer = os.open(tmp_path / "pipe.log", os.O_RDWR)  # it never writes
+
+    async def ask_all() -> dict[str, Any]:
+        asked = server.Server(tmp_path)
+        for _ in range(2):
+            with pytest.raises(UserError, match="takes more than the 3 seconds"):
+                await asked.answer("collect", {"logs": ["pipe.log"]})
+        monkeypatch.setattr(server, "MAX_CALL_S", 300.0)
+        return await asked.answer("flops", RUN)
+
+    assert awaited(ask_all())["answer"]["model"] == "mpt-7b"
+    os.close(writer)
+
+
+def test_a_small_plan_runs_before_large_ones_that_wait(tmp_path: Path, monkeypatch) -> None:
+    begun: list[int] = []
+
+    async def work(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        begun.append(given["gpus"])
+        await asyncio.sleep(0.02)
+        return {}
+
+    monkeypatch.setattr(server.Server, "_in_process", work)
+
+    async def ask_all() -> None:
+        asked = server.Server(tmp_path)
+        large = [ASKED | {"gpus": 16384, "top": 1 + number} for number in range(8)]
+        await asyncio.gather(*(asked.answer("plan", given) for given in [*large, SMALL]))
+
+    awaited(ask_all())
+    assert SMALL["gpus"] in begun[:2]
+
+
 def test_bad_calls_say_what_is_wrong(tmp_path: Path) -> None:
     cases = [
         ("no_such_tool", {}, "unknown tool"),
@@ -129,6 +203,9 @@ def test_bad_calls_say_what_is_wrong(tmp_path: Path) -> None:
         ("plan", SMALL | {"top": 10_000}, "top"),
         ("plan", SMALL | {"model": "no-such-model"}, "no-such-model"),
         ("plan", SMALL | {"model": 7}, "model"),
+        ("plan", SMALL | {"model": None}, "model is required"),
+        ("plan", SMALL | {"gpu": "n" * 300}, "longer than the 255 bytes of a name"),
+        ("collect", {"logs": ["n" * 300]}, "longer than the 255 bytes of a name"),
         ("plan", SMALL | {"gpus": 720720, "global_batch": 720720}, "layouts and policies"),
         ("explain", SMALL, "explain"),
         ("predict", {"runs": [RUN] * 257, "gpu": "h100-80gb"}, "1 to 256"),

@@ -24,19 +24,12 @@ pytest.importorskip("plotly")
 import numpy as np
 
 from fourfold.errors import UserError
-from fourfold.page import planner
+from fourfold.page import planner, turns
 from fourfold.page.guard import Served
-from fourfold.page.planner import (
-    MOST_WAYS,
-    SMALL,
-    BusyError,
-    Planner,
-    SupersededError,
-    count_ways,
-    first_look,
-)
+from fourfold.page.planner import Planner, SupersededError, estimated_cpu_s, first_look
 from fourfold.page.run_details import layout_table, plan_command
 from fourfold.page.serve import Views, app, plan_request
+from fourfold.page.turns import SMALL_S, BusyError, QueuedCall, Turns
 from fourfold.result.files import curve
 from fourfold.result.files.store import Store
 from fourfold.result.files.training_folder import TrainingFolder
@@ -220,11 +213,11 @@ def test_experts_are_asked_for_and_answered() -> None:
     for part in first["exposed_s"]:  # each has a name and a colour in the charts
         assert re.search(rf'\b{part}: "[a-zA-Z]', page)
         assert re.search(rf'\b{part}: "#', page)
-    open_ways, fixed_ways = (
-        count_ways(plan_request({**asked, "layout": "", "ep": ep, "gpus": "4096"}))
+    open_s, fixed_s = (
+        estimated_cpu_s(plan_request({**asked, "layout": "", "ep": ep, "gpus": "4096"}))
         for ep in ("", "4")
     )
-    assert open_ways > fixed_ways
+    assert open_s > fixed_s
 
 
 def test_the_first_look_keeps_what_is_asked_for() -> None:
@@ -249,16 +242,16 @@ async def left() -> bool:
 def test_a_superseded_query_is_ended_and_others_go_on(monkeypatch) -> None:
     """The same view asks again; another client asks beside it; a third one leaves. Large ones take
     all places but the one that small questions have."""
-    monkeypatch.setattr(planner, "PROCESSES", 3)
     small = plan_request(ASKED)
 
     async def both() -> list:
         plans = Planner()
-        first = asyncio.create_task(plans.plan("one", LARGE, here, ways=SMALL + 1))
+        plans.processes = 3
+        first = asyncio.create_task(plans.plan("one", LARGE, here, cost_s=2 * SMALL_S))
         while not (plans.running and plans.running[0].process):
             await asyncio.sleep(0.01)
         old = plans.running[0].process
-        large = [plans.plan(view, LARGE, left, ways=SMALL + 1) for view in ("two", "three")]
+        large = [plans.plan(view, LARGE, left, cost_s=2 * SMALL_S) for view in ("two", "three")]
         leaving = [asyncio.create_task(one) for one in large]
         await asyncio.sleep(0)
         assert [len(plans.running), len(plans.waiting)] == [2, 1]
@@ -277,7 +270,7 @@ def test_a_superseded_query_is_ended_and_others_go_on(monkeypatch) -> None:
 
 
 def test_small_questions_come_first_and_each_client_has_its_share(monkeypatch) -> None:
-    monkeypatch.setattr(planner, "MOST_OF_CLIENT", 3)
+    monkeypatch.setattr(turns, "MAX_WAITING_OF_CLIENT", 3)
     begun: list[str] = []
 
     async def answer(self, ticket, gone) -> None:
@@ -285,32 +278,67 @@ def test_small_questions_come_first_and_each_client_has_its_share(monkeypatch) -
         await asyncio.sleep(0.02)
 
     monkeypatch.setattr(Planner, "_answer", answer)
-    monkeypatch.setattr(planner, "PROCESSES", 2)
 
     async def ask_all() -> None:
         plans = Planner()
-        ways = {"first": 1, "large": MOST_WAYS, "late": MOST_WAYS, "many-1": 1, "many-2": 1}
-        ways |= {"other": 1}
+        plans.processes = 2
+        cost_s = {"first": 0.2, "large": 20.0, "late": 20.0, "many-1": 0.2, "many-2": 0.2}
+        cost_s |= {"other": 0.2}
         asked = [
             asyncio.create_task(
-                plans.plan(view, LARGE, here, client=view.partition("-")[0], ways=count)
+                plans.plan(view, LARGE, here, client=view.partition("-")[0], cost_s=cost)
             )
-            for view, count in ways.items()
+            for view, cost in cost_s.items()
         ]
         await asyncio.sleep(0)
-        greedy = [plans._admit(view, "greedy", LARGE, 1) for view in "abc"]
+        greedy = [QueuedCall(client="greedy", cost_s=0.2) for _ in range(4)]
+        for call in greedy[:3]:
+            plans.enter(call)
         with pytest.raises(BusyError, match="waiting"):
-            plans._admit("d", "greedy", LARGE, 1)
-        for ticket in greedy:
-            plans.waiting.remove(ticket)
+            plans.enter(greedy[3])
+        for call in greedy[:3]:
+            plans.waiting.remove(call)
         await asyncio.gather(*asked)
 
     awaited(ask_all())
     assert begun == ["first", "large", "many-1", "other", "many-2", "late"]
 
 
+def test_a_newcomer_s_small_question_runs_before_large_ones() -> None:
+    """200 questions of 2 s from 8 addresses wait; one of 0.2 s comes last."""
+
+    async def ask_all() -> list[int]:
+        queue: Turns[QueuedCall] = Turns(2)
+        for number in range(200):
+            queue.enter(QueuedCall(client=f"{number % 8}", cost_s=2.0))
+        newcomer = QueuedCall(client="new", cost_s=0.2)
+        queue.enter(newcomer)
+        assert newcomer.turn.is_set()  # its place is kept
+        second = QueuedCall(client="new", cost_s=0.2)
+        queue.enter(second)
+        queue.leave(queue.running[0])
+        assert second.turn.is_set()
+        return [len(queue.running), len(queue.waiting)]
+
+    assert awaited(ask_all()) == [2, 199]
+
+
+def test_a_large_question_does_not_wait_for_ever() -> None:
+    async def ask_all() -> None:
+        queue: Turns[QueuedCall] = Turns(2)
+        queue.enter(QueuedCall(cost_s=0.2))
+        large = QueuedCall(client="patient", cost_s=3.0)
+        queue.waiting.append(large)
+        small = [QueuedCall(cost_s=0.2) for _ in range(20)]
+        large.due_s = asyncio.get_running_loop().time()
+        for call in small:
+            queue.enter(call)
+        assert large.turn.is_set()
+
+    awaited(ask_all())
+
+
 def test_equal_questions_are_answered_once(monkeypatch) -> None:
-    monkeypatch.setattr(planner, "PROCESSES", 1)
     monkeypatch.setattr(planner, "MOST_KEPT", 2)
     begun: list[int] = []
 
@@ -323,6 +351,7 @@ def test_equal_questions_are_answered_once(monkeypatch) -> None:
 
     async def ask_all() -> list[list[int]]:
         plans, seen = Planner(), []
+        plans.processes = 1
         for sizes in ((8, 8, 16, 8), (16, 32, 64), (64, 32), (8,)):
             asked = [plans.plan(f"{i}", replace(LARGE, gpus=n), here) for i, n in enumerate(sizes)]
             assert [one["gpus"] for one in await asyncio.gather(*asked)] == [*sizes]

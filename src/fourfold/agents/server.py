@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import fourfold
 from fourfold.agents import tools
 from fourfold.errors import UserError
 from fourfold.escape import json_text
-from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, PROCESSES, answer_within_limits
+from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, answer_within_limits
+from fourfold.page.turns import QueuedCall, Turns
 
 # Fields of requests that may name a file.
 FILES = {"model", "cluster", "gpu", "profile", "calibration", "log", "logs", "runs", "out", "map",
@@ -34,11 +37,17 @@ _PATHS = {"open": 1, "os.listdir": 1, "os.scandir": 1, "os.remove": 1, "os.rmdir
           "os.chown": 1}  # fmt: skip
 _NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty",
           "socket.connect", "socket.bind", "socket.sendto", "ctypes.dlopen")  # fmt: skip
+# Facts of the system that code reads by itself: no process's environment or memory.
+_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/fs/cgroup", "/sys/devices/system",
+           "/dev/null", "/dev/urandom")  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class OutsideError(UserError):
     """A file that is not the client's to name."""
+
+
+_MAX_NAME_BYTES = 255  # of a file, on every common file system
 
 
 def refusal(path: str, root: Path) -> OutsideError:
@@ -53,6 +62,9 @@ def check(request: Any, root: Path) -> None:
     for name in _named(request):
         if "\0" in name:
             raise refusal(name, root)
+        if any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
+            raise UserError(f"is longer than the {_MAX_NAME_BYTES} bytes of a name",
+                            field="file", value=name)  # fmt: skip
         if not _inside(root / Path(name).expanduser(), (root,)):
             raise refusal(name, root)
 
@@ -74,6 +86,13 @@ def _inside(path: Path, roots: tuple[Path, ...]) -> bool:
     return any(real == root or root in real.parents for root in roots)
 
 
+def _database_path(name: str) -> str:
+    """Return the file that SQLite opens by this name, which may be an escaped address."""
+    if not name.startswith("file:"):
+        return name
+    return unquote(re.split("[?#]", name.removeprefix("file:"), maxsplit=1)[0])
+
+
 def confine(root: Path) -> None:
     """From now on this process opens nothing outside of `root` but its own code and data, and the
     system's facts about itself; it starts and calls nothing. There is no way back."""
@@ -82,7 +101,8 @@ def confine(root: Path) -> None:
     code |= {path for path in sys.path if path}
     ours = Path(__file__).parents[1]
     readable = (root, ours, *(Path(os.path.realpath(path)) for path in code))
-    system = (*readable, Path("/proc"), Path("/sys"), Path("/dev/null"), Path("/dev/urandom"))
+    own = (Path(f"/proc/{os.getpid()}/{name}") for name in ("stat", "status"))
+    system = (*readable, *map(Path, _SYSTEM), *own)
     os.chdir(root)
     sys.dont_write_bytecode = True  # of what is imported from now on
 
@@ -98,15 +118,18 @@ def confine(root: Path) -> None:
         for path in given[:count]:
             if isinstance(path, str | bytes | os.PathLike):
                 name = os.fsdecode(path)
-                if event == "sqlite3.connect":  # maybe an address of a file
-                    name = name.removeprefix("file:").partition("?")[0]
-                if not _inside(Path(name), system if reads else (root, Path("/dev/null"))):
+                if event == "sqlite3.connect":
+                    name = _database_path(name)
+                if "\0" in name or not _inside(
+                    Path(name), system if reads else (root, Path("/dev/null"))
+                ):
                     raise refusal(name, root)
 
     sys.addaudithook(hook)
 
 
-MOST_WAITING = 64
+# Seconds of a call by the clock: one that waits for a disk or a pipe ends as well.
+MAX_CALL_S = 300.0
 MOST_LETTERS = 2**18  # of the arguments of a call
 _INSTRUCTIONS = (
     "Plans, predicts and checks layouts of language-model pretraining (tensor, pipeline, data, "
@@ -121,13 +144,11 @@ class Server:
     """`root`: the only folder that clients' files may be in."""
 
     def __init__(self, root: Path) -> None:
-        import anyio
-
         self.root = root
+        self.turns: Turns[QueuedCall] = Turns()
         self._context = multiprocessing.get_context("forkserver")
         # Imported once: a call's process is a copy that begins at once.
         self._context.set_forkserver_preload([__name__])
-        self._places = anyio.CapacityLimiter(PROCESSES)
 
     async def answer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the tool says; raises UserError where it refuses."""
@@ -137,10 +158,13 @@ class Server:
         if len(json.dumps(given)) > MOST_LETTERS:
             raise UserError(f"must have at most {MOST_LETTERS:,} letters", field="arguments")
         check(given, self.root)
-        if self._places.statistics().tasks_waiting >= MOST_WAITING:
-            raise UserError("too many questions are waiting here", hint="ask again in a while")
-        async with self._places:
+        call = QueuedCall(client=f"{id(given)}", cost_s=tools.estimated_cpu_s(name, given))
+        self.turns.enter(call)
+        try:
+            await call.turn.wait()
             return await self._in_process(name, given)
+        finally:
+            self.turns.leave(call)
 
     async def _in_process(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         import anyio
@@ -151,7 +175,12 @@ class Server:
         process.start()
         theirs.close()
         try:
-            good, said = await anyio.to_thread.run_sync(ours.recv, abandon_on_cancel=True)
+            with anyio.fail_after(MAX_CALL_S):
+                good, said = await anyio.to_thread.run_sync(ours.recv, abandon_on_cancel=True)
+        except TimeoutError:
+            rule = f"the call takes more than the {MAX_CALL_S:g} seconds that this server gives"
+            hint = "is a file on a disk that does not answer, or a pipe that nobody closes?"
+            raise UserError(rule, hint=hint) from None
         except EOFError:
             process.join()
             raise _ended(process.exitcode) from None

@@ -13,11 +13,11 @@ from fourfold.agents import schema
 from fourfold.agents.schema import Schema
 from fourfold.errors import UserError
 from fourfold.flag import flag
-from fourfold.page.planner import count_ways
+from fourfold.page import planner
 from fourfold.result.report import Prediction
 from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
-from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, check, codec
+from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.verbs import Request
 from fourfold.verbs.collect import CollectRequest
@@ -29,6 +29,7 @@ from fourfold.verbs.shapes import Flops, FlopsRequest
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
 VERSION = 1
+_FILES_CPU_S = 5.0  # of reading logs and traces, whose sizes are not known
 MOST_RUNS, MOST_LISTED, LISTED = 256, 50, 5
 _NOT_OF_PLAN = ("export",)
 _OF_PREDICT: Schema = {
@@ -86,7 +87,7 @@ class OneLayout(Request):
 def _plan(given: Mapping[str, Any]) -> Any:
     request = _of(PlanRequest, {"top": LISTED, **given})
     check.whole(1, MOST_LISTED, top=request.top)
-    count_ways(request)
+    planner.estimated_cpu_s(request)
     return fourfold.plan(request).plain()
 
 
@@ -147,8 +148,27 @@ def _diagnose(given: Mapping[str, Any]) -> Any:
     return fourfold.diagnose(traces, _of(DiagnoseRequest, rest)).plain()
 
 
+def estimated_cpu_s(name: str, given: Mapping[str, Any]) -> float:
+    """Return the CPU seconds of a call, about, by its arguments alone: no file is opened."""
+    if name in ("diagnose", "collect"):
+        return _FILES_CPU_S
+    if name not in ("plan", "explain", "fit_check"):
+        return 0.0
+    names = {"model": catalog.model_names(), "cluster": catalog.cluster_names(),
+             "gpu": catalog.device_names(), "calibration": ()}  # fmt: skip
+    used = {field: given[field] for field in names if given.get(field) is not None}
+    if not all(isinstance(value, str) and value in names[field] for field, value in used.items()):
+        return _FILES_CPU_S
+    try:
+        request = _of(PlanRequest, {key: given[key] for key in given if key != "explain"})
+        return planner.estimated_cpu_s(request)
+    except Exception:  # the call explains it, in its own process
+        return 0.0
+
+
 def _of(cls: Any, given: Mapping[str, Any]) -> Any:
-    """A request as a program makes it."""
+    """Return the request of a call; a field that is null is left out."""
+    given = {name: value for name, value in given.items() if value is not None}
     names = {one.name for one in fields(cls)} - {*_NOT_OF_PLAN}
     for name in given:
         hint = (

@@ -9,9 +9,8 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,21 +19,20 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.errors import UserError
 from fourfold.page.plan import plan_data
 from fourfold.page.run_details import layout_table, plan_command
+from fourfold.page.turns import QueuedCall, Turns
 from fourfold.search.compare import WORTH_TRYING
 from fourfold.spec.layout import AXES, SIZES
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
 
-# Plans that run at once; one place is kept for small questions.
-PROCESSES = min(8, max(2, os.cpu_count() or 1))
-MOST_WAITING, MOST_OF_CLIENT = 256, 64
 # Answers that are kept: some 50 KB each; longer tables are not.
 MOST_KEPT, _KEPT_ROWS = 256, 100
-# Layouts by policies that are tried: a small question takes about a CPU second, the largest that
-# is taken some twenty and a gigabyte.
-SMALL, MOST_WAYS = 100_000, 10_000_000
-_LEAST_WAYS = 50_000  # what each number of GPUs costs, however few its layouts
-_WAYS_A_SECOND = 500_000.0
+# Layouts by policies that are tried: the largest question that is taken needs some twenty CPU
+# seconds and a gigabyte.
+MAX_CANDIDATES = 10_000_000
+# An engine's search of one number of GPUs takes a while however few its candidates are.
+_SEARCH_S, _CANDIDATES_PER_S = 0.15, 500_000.0
+_MAX_CPU_S = MAX_CANDIDATES / _CANDIDATES_PER_S
 MOST_CPU_S, MOST_BYTES = 120, 4 * 2**30
 # How often a waiting query asks whether its client is still there.
 _ASK_EVERY_S = 0.2
@@ -47,20 +45,12 @@ class SupersededError(Exception):
     """A newer query of the same view took this one's place, or its client left."""
 
 
-class BusyError(UserError):
-    """Too many questions wait already, in all or of one client."""
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
-class Ticket:
-    """A question's place: `turn` is set when it may run, or was ended before."""
+class QueuedPlan(QueuedCall):
+    """A view's question; `turn` is also set when it was ended before."""
 
     view: str
-    client: str
     request: PlanRequest
-    ways: int
-    due_s: float  # the earliest is next
-    turn: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
     process: Any = None
 
@@ -71,15 +61,14 @@ class Ticket:
             self.process.kill()
 
 
-class Planner:
+class Planner(Turns[QueuedPlan]):
     """One question a view: the next query of a view ends the one before."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._context = multiprocessing.get_context("forkserver")
         # Imported once: a plan's process is a copy that begins at once.
         self._context.set_forkserver_preload([__name__])
-        self.waiting: list[Ticket] = []
-        self.running: list[Ticket] = []
         self.kept: dict[str, dict[str, Any]] = {}  # by question, the last asked for last
 
     async def plan(
@@ -89,14 +78,16 @@ class Planner:
         gone: Callable[[], Awaitable[bool]],
         *,
         client: str = "",
-        ways: int = 1,
+        cost_s: float = 0.0,
     ) -> dict[str, Any]:
         """The data of a plan's view; `gone`: whether the client has left."""
         question = repr(request)
         if (known := self._known(question)) is not None:
             self._supersede(view)
             return known
-        ticket = self._admit(view, client, request, ways)
+        self._supersede(view)
+        ticket = QueuedPlan(view=view, client=client, request=request, cost_s=cost_s)
+        self.enter(ticket)
         try:
             while not await _within(ticket.turn.wait(), _ASK_EVERY_S):
                 if await gone():
@@ -109,10 +100,7 @@ class Planner:
                 self.kept[question] = found
             return found
         finally:
-            for places in (self.waiting, self.running):
-                if ticket in places:
-                    places.remove(ticket)
-            self._next()
+            self.leave(ticket)
 
     def _known(self, question: str) -> dict[str, Any] | None:
         """The answer that is kept, which makes it the last to be forgotten."""
@@ -123,44 +111,17 @@ class Planner:
             del self.kept[next(iter(self.kept))]
         return found
 
-    def _supersede(self, view: str) -> list[Ticket]:
-        """What waits or runs, once the view's question before is ended."""
-        held = [*self.waiting, *self.running]
-        for other in held:
+    def _supersede(self, view: str) -> None:
+        """End what waits or runs of the view's question before."""
+        for other in [*self.waiting, *self.running]:
             if other.view == view:
                 other.end()
-        return held
 
-    def _admit(self, view: str, client: str, request: PlanRequest, ways: int) -> Ticket:
-        """A place in the queue: behind what is as costly and came before, and behind others'
-        questions where the client has some already."""
-        held = self._supersede(view)
-        of_client = Counter(one.client for one in held)[client]
-        if len(self.waiting) >= MOST_WAITING or of_client >= MOST_OF_CLIENT:
-            raise BusyError("too many questions are waiting here", hint="ask again in a while")
-        cost_s = (1.0 + ways / _WAYS_A_SECOND) * (1 + of_client)
-        due_s = asyncio.get_running_loop().time() + cost_s
-        ticket = Ticket(view=view, client=client, request=request, ways=ways, due_s=due_s)
-        self.waiting.append(ticket)
-        self._next()
-        return ticket
-
-    def _next(self) -> None:
-        """Whose turn it is: small questions find a place whatever the large ones take."""
-        while len(self.running) < PROCESSES:
-            large = sum(one.ways > SMALL for one in self.running)
-            full = large >= PROCESSES - 1
-            able = [one for one in self.waiting if not (full and one.ways > SMALL)]
-            if not able:
-                return
-            first = min(able, key=lambda one: one.due_s)
-            self.waiting.remove(first)
-            self.running.append(first)
-            first.turn.set()
-
-    async def _answer(self, ticket: Ticket, gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+    async def _answer(
+        self, ticket: QueuedPlan, gone: Callable[[], Awaitable[bool]]
+    ) -> dict[str, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
-        given = (theirs, ticket.request, ticket.ways > SMALL)
+        given = (theirs, ticket.request, not ticket.is_small)
         ticket.process = process = self._context.Process(target=_work, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -195,7 +156,7 @@ async def _within(event: Awaitable[Any], seconds: float) -> bool:
     return True
 
 
-def _ended(code: int | None, ticket: Ticket) -> Exception:
+def _ended(code: int | None, ticket: QueuedPlan) -> Exception:
     """Why a process ended without an answer."""
     if ticket.ended:
         return SupersededError()
@@ -222,25 +183,29 @@ def first_look(request: PlanRequest) -> PlanRequest:
     return replace(request, policy={**_FIRST_LOOK, **request.policy}, layout=layout)
 
 
-def count_ways(request: PlanRequest) -> int:
-    """About how many layouts and policies the search will try; a question that is larger than this
-    server answers is refused."""
+def estimated_cpu_s(request: PlanRequest) -> float:
+    """Return the CPU seconds that a search takes, about, by its number of candidates; a question
+    that is larger than this server answers is refused."""
     query, counts = resolved(request)
     fixed = query.fixed
     axes = [size for axis in AXES if isinstance(size := fixed.get(axis), int)]
     free = len(SIZES) - len(axes) - ("dp" in fixed)  # dp is two of the sizes
     policies = math.prod(times for name, times in _BY_FIELD.items() if name not in fixed)
-    ways, experts = 0, query.model.experts if "ep" not in fixed else 1
+    experts = query.model.experts if "ep" not in fixed else 1
+    engines = 1 if request.stack or request.export else 1 + len(EXPORTED)  # each is asked
+    cpu_s = 0.0
     for gpus in counts:
-        if gpus < WORTH_TRYING * counts[0] or ways > MOST_WAYS:
+        if gpus < WORTH_TRYING * counts[0] or cpu_s > _MAX_CPU_S:
             break
-        ways += max(_LEAST_WAYS, policies * _products(gpus // math.prod(axes), free)
-                    * _products(math.gcd(experts, gpus), 2))  # fmt: skip
-    if not (request.stack or request.export):
-        ways *= 1 + len(EXPORTED)  # each engine is asked
-    if ways > MOST_WAYS:
-        raise too_much(request, f"{MOST_WAYS:,} layouts and policies")
-    return ways
+        candidates = (
+            policies
+            * _products(gpus // math.prod(axes), free)
+            * _products(math.gcd(experts, gpus), 2)
+        )
+        cpu_s += engines * (_SEARCH_S + candidates / _CANDIDATES_PER_S)
+    if cpu_s > _MAX_CPU_S:
+        raise too_much(request, f"{MAX_CANDIDATES:,} layouts and policies")
+    return cpu_s
 
 
 def _products(number: int, factors: int) -> int:

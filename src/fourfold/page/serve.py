@@ -17,8 +17,9 @@ from fourfold.escape import json_text, visible
 from fourfold.page import document
 from fourfold.page.guard import Guard, Served
 from fourfold.page.plan import PLAN_SCRIPTS
-from fourfold.page.planner import BusyError, Planner, SupersededError, count_ways, first_look
+from fourfold.page.planner import Planner, SupersededError, estimated_cpu_s, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
+from fourfold.page.turns import BusyError
 from fourfold.spec import Cluster, catalog, check, texts, words
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.shapes import shape_from_config
@@ -98,9 +99,9 @@ class Views:
         try:
             wanted = await run_in_threadpool(plan_request, asked)
             now = wanted if full else first_look(wanted)
-            ways, client = await run_in_threadpool(count_ways, now), request.client.host
+            cost_s, client = await run_in_threadpool(estimated_cpu_s, now), request.client.host
             data = await self.planner.plan(
-                view, now, request.is_disconnected, client=client, ways=ways
+                view, now, request.is_disconnected, client=client, cost_s=cost_s
             )
         except SupersededError:
             return Response(status_code=204)
