@@ -70,7 +70,11 @@ def test_what_a_report_does_not_say_is_missing(tmp_path: Path) -> None:
     path.write_text(json.dumps(report(fp8="hybrid", num_experts=8, world_size=None), indent=2))
     (row,) = collected(path, out=tmp_path / "rows.csv").rows_read
     assert row["precision"] == "fp8"
-    assert row.missing == ("hardware", "vocab", "sharding", "act_ckpt", "dense-model")
+    assert row.missing == (
+        *("hardware", "vocab", "sharding", "act_ckpt"),
+        *("experts_per_token", "expert_ffn"),
+    )
+    assert (row["experts"], row["unmodelled"]) == ("8", "")
 
 
 @pytest.mark.parametrize("broken", [

@@ -39,6 +39,8 @@ NEEDED = (
 _WINDOWS = re.compile(r"windows of ([0-9]{1,9}) tokens")
 _WANTED = {OFFLOADED: "no-offload", ADAPTERS: "all-weights"}
 _OF_EXPERTS = ("experts_per_token", "expert_ffn")
+# Experts whose sizes a log does not print: 'experts', '128 experts'.
+_BARE_EXPERTS = re.compile(r"(?:([0-9]{1,6}) )?experts")
 _MOST_CHARS = 300
 
 
@@ -139,11 +141,16 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
     _speed(row)
     row.fill(outcome="ok" if row["step_s"] or row["tokens_s_gpu"] else "")
     missing = [name for name in NEEDED if not row[name]]
-    if row["experts"]:
-        missing += [name for name in _OF_EXPERTS if not row[name]]
+    has_experts = _has_experts(row)
+    if has_experts:
+        absent = [name for name in ("experts", *_OF_EXPERTS) if not row[name]]
+        missing += absent
+        if absent:
+            sizes = " ".join(f"--set {name}=N" for name in absent)
+            row.notes.append(f"the run has experts whose sizes the log does not print; add {sizes}")
     if row["outcome"] == "ok" and not row["step_s"]:
         missing.append("step_s")
-    if row["unmodelled"] and not _is_covered(row):
+    if row["unmodelled"] not in ("", "experts") and not _is_covered(row):
         missing.append(_WANTED.get(row["unmodelled"], "dense-model"))
         row.notes.append(f"the run has {row['unmodelled']}, which is not modelled")
     row.cells["missing"] = " ".join(missing)
@@ -152,11 +159,20 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
 
 
 def _is_covered(row: Row) -> bool:
-    """Experts that columns tell of; windows that no sequence of the run is longer than."""
+    """Return whether no sequence of the run is longer than the windows of its attention."""
     window = _WINDOWS.fullmatch(row["unmodelled"])
-    if window:
-        return 0 < (whole(row["seq_len"]) or 0) <= int(window[1])
-    return bool(row["unmodelled"] == "experts" and row["experts"])
+    return window is not None and 0 < (whole(row["seq_len"]) or 0) <= int(window[1])
+
+
+def _has_experts(row: Row) -> bool:
+    """Return whether the run has experts; where their number is known, they are no longer noted as
+    what no column holds."""
+    bare = _BARE_EXPERTS.fullmatch(row["unmodelled"])
+    if bare:
+        row.fill(experts=bare[1] or "")
+    if bare and row["experts"]:
+        row.cells["unmodelled"] = ""
+    return bare is not None or bool(row["experts"])
 
 
 def _tidy(row: Row) -> None:

@@ -31,8 +31,9 @@ SHAPE_FIELDS = (
 # Vocabularies in use, for bounds where none is stated.
 _LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
 
-# What `collect` misses of a run whose FLOPs are not those of its sizes: Mamba layers, adapters.
-_UNCOUNTED = {"dense-model", "all-weights"}
+# What `collect` misses of a run whose FLOPs are not those of its sizes: Mamba layers, adapters,
+# experts that the log does not count.
+_UNCOUNTED = {"dense-model", "all-weights", "experts"}
 
 
 @dataclass(frozen=True, slots=True)
