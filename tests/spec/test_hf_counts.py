@@ -84,6 +84,18 @@ def test_the_decoder_of_a_model_that_also_sees_is_counted() -> None:
     assert shape.name == "gemma-3-12b-text"
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_decoder_beside_a_vision_config_is_counted(is_flat: bool) -> None:
+    config = json.loads((SAMPLES.parent / "qwen2.5-vl-7b.json").read_text())
+    vision = {name: config.pop(name) for name in ("vision_config", "model_type")}
+    text = config | {"model_type": "qwen2_5_vl" if is_flat else "qwen2_5_vl_text"}
+    data = text | vision if is_flat else {**vision, "text_config": text}
+    shape = shape_from_config(data, "qwen2.5-vl-7b")
+    qwen2 = shape_from_config(samples()["qwen2.5-7b"], "qwen2.5-7b")
+    assert model_params(shape, 2048) == 7_615_616_512 == model_params(qwen2, 2048)
+    assert (shape.name, shape.variants) == ("qwen2.5-vl-7b-text", ())
+
+
 def test_every_type_has_a_file() -> None:
     """But for Kimi-K2's, which reads as DeepSeek-V3's; transformers has no model of that name."""
     assert {config["model_type"] for config in samples().values()} == set(TYPES) - {"kimi_k2"}

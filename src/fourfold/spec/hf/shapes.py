@@ -30,6 +30,8 @@ def _any(patterns: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
+_DECODERS: dict[str, str] = texts.data("hf_types.toml")["decoders"]
+_OTHER_INPUT = re.compile(r"(vision|audio)_config")
 _KEYS = texts.data("hf_types.toml")["keys"]
 _NOT_MEANT, _SHAPE_WORD, _HARMLESS = (
     _any(_KEYS[name]) for name in ("not_meant", "of_shape", "harmless")
@@ -105,7 +107,7 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     if not isinstance(data, dict):
         rule = "is not the JSON object of a config.json"
         raise UserError(rule, value=data, hint="check the file")
-    if isinstance(data.get("text_config"), dict):
+    if isinstance(data.get("text_config"), dict) or data.get("model_type") in _DECODERS:
         data, name = _language_model(data), f"{name}-text"
     kind = data.get("model_type")
     _refuse_experts(data, kind)
@@ -128,7 +130,18 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
 
 
 def _language_model(data: dict[str, Any]) -> dict[str, Any]:
-    """Of a model that also sees or hears: the table of its decoder, which is what is modelled."""
-    inner = data["text_config"]
+    """Return the decoder's fields of a model that also sees or hears: a table of their own, or what
+    stands beside the tables of other inputs."""
+    inner = data.get("text_config", data)
     ties = {name: data[name] for name in ("tie_word_embeddings",) if name in data}
-    return ties | _LEFT_OUT.get(str(inner.get("model_type")), {}) | inner
+    kind = str(inner.get("model_type"))
+    fields = ties | _LEFT_OUT.get(kind, {}) | inner
+    if kind not in _DECODERS:
+        return fields
+    scaling = fields.get("rope_scaling")
+    # Sections of a head turn by time, height and width, which are one position in text.
+    is_plain = isinstance(scaling, dict) and "mrope_section" in scaling
+    left_out = {name for name in fields if _OTHER_INPUT.fullmatch(name)}
+    left_out |= {"rope_scaling"} if is_plain else set()
+    fields = {name: value for name, value in fields.items() if name not in left_out}
+    return fields | {"model_type": _DECODERS[kind]}
