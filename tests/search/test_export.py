@@ -13,6 +13,7 @@ import pytest
 
 import fourfold
 from fourfold import PlanRequest, plan
+from fourfold.cost.stacks import stack_defaults, stack_rules
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
@@ -264,7 +265,7 @@ def test_what_cannot_be_exported_is_said_of_the_layout_that_was_asked() -> None:
         model="llama-3.1-70b", gpu="h100-80gb", gpus=64, seq_len=8192, global_batch=128,
         layout="tp2", export="deepspeed",
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"rejected by: axis .*layout.tp=2 is not .*dp32 cp1 tp2"):
+    with pytest.raises(UserError, match=r"--tp 2: layout.tp=2 is not supported by .*; use --tp 1"):
         fourfold.export(ask)
 
 
@@ -279,3 +280,23 @@ def test_a_job_asks_for_the_gpus_of_their_maker() -> None:
         assert f'{resource}: "8"' in job
         job = export.around("skypilot", "megatron", one, script)["skypilot.yaml"]
         assert f"accelerators: {name}:8" in job
+
+
+def test_names_of_stacks_are_read_as_exports() -> None:
+    names = {"Megatron-LM": "megatron", "nemo": "megatron", "torchtitan-2025": "torchtitan"}
+    assert {name: export.engine_named(name) for name in names} == names
+    ask = PlanRequest(
+        model="llama-3.1-8b", gpu="h100-80gb", gpus=8, seq_len=4096, global_batch=64,
+        layout="tp2", export="megatron-lm",
+    )  # fmt: skip
+    exported = fourfold.export(ask)
+    assert (exported.engine, exported.release) == ("megatron", export.EXPORTS["megatron"].release)
+    assert "predicted as megatron-lm-2025" in exported.notes[0]
+
+
+def test_an_own_stack_keeps_the_rules_of_the_engine_it_names() -> None:
+    assert stack_rules("my-megatron").name == "megatron"
+    assert stack_rules("acme-torchtitan-2025").name == "torchtitan"
+    assert stack_rules("gigatron-2023").name == "generic"
+    assert stack_defaults("our-nemo-compile").compiled
+    assert export.has_rules_of("megatron", "my-megatron")

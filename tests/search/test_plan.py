@@ -637,11 +637,16 @@ def test_safe_ranks_what_surely_fits(cli) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--model llama-3.1-405b --stack megatron", "--where 'dp > 1000' --stack megatron",
-     "--precision fp4", "--stack nanotron-2025 --recompute every-3"],
-)  # fmt: skip
+    ["--model llama-3.1-405b --stack megatron", "--where 'dp > 1000' --stack megatron"],
+)
 def test_where_nothing_is_left_the_answer_says_so(words: str, cli) -> None:
     assert cli(*PLAN, *shlex.split(words), status=1).startswith(("No layout ", "No legal layout "))
+
+
+def test_plan_refuses_a_precision_the_gpu_lacks(cli) -> None:
+    assert "--precision fp4 needs matrix units that h100" in cli(
+        *PLAN, "--precision", "fp4", status=2
+    )
 
 
 @pytest.mark.parametrize(

@@ -191,17 +191,18 @@ def support(args: Any, show: OnEvent) -> Output:
 
 
 def _page(answer: Support) -> list[Part]:
-    refused = {line.engine: line.settings for line in answer.lines if line.settings != "yes"}
     lines: tuple[SupportRow, ...] = answer.lines
+    engines = list({line.engine: line for line in lines}.values())
     return [
         f"{answer.model}: {answer.params:,} parameters counted; run by our own engine: "
         f"{answer.runs_here}",
         "",
-        table(
-            list(lines),
-            *named("engine", "GPU=gpu", "priced", "rows", "by runs of=stack"),
-            ("settings", lambda line: "yes" if line.settings == "yes" else "no"),
-        ),
+        "--export writes settings for:",
+        *(f"  {line.engine} ({line.release}): {_yes_or_why(line.settings)}" for line in engines),
         "",
-        *(f"{engine}: {why}" for engine, why in refused.items()),
+        table(lines, *named("engine", "GPU=gpu", "priced", "rows", "by runs of=stack")),
     ]
+
+
+def _yes_or_why(settings: str) -> str:
+    return settings if settings == "yes" else f"no: {settings}"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fourfold.cost.dispatch import DISPATCHERS
+from fourfold.cost.dispatch import DISPATCHERS, OVERLAPS
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -56,6 +56,12 @@ class EngineRules:
     scalings: tuple[str, ...] = ("tensor", "delayed", "block", "mx", "row")  # of products in fp8
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
     dispatchers: tuple[str, ...] = DISPATCHERS
+    latent_dispatchers: tuple[
+        str, ...
+    ] = ()  # of these, those of models with latent attention alone
+    overlaps: tuple[str, ...] = tuple(OVERLAPS)  # of an exchange of tokens, data/overlaps.toml
+    # combined-1f1b needs ep, virtual stages in a pipeline, and layers that are not recomputed.
+    overlap_in_1f1b: bool = False
     not_with_experts: tuple[str, ...] = ()  # precisions and kinds of recompute
     # Experts are cut over tp where ep is 1, and never where it is more.
     experts_follow_tp: bool = False
@@ -118,13 +124,15 @@ class StackDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportEngine:
-    """An engine that settings are written for. `before`: the newer one, which comes first where
-    both can run a layout; `on_demand`: named only where somebody asks for it."""
+    """An engine that settings are written for. `package`: its distribution's name; `before`: the
+    newer one, which comes first where both can run a layout; `on_demand`: named only where somebody
+    asks for it."""
 
     name: str
     stack: str
     writer: str = ""
     release: str = ""
+    package: str = ""
     title: str = ""
     before: str = ""
     on_demand: bool = False
@@ -160,16 +168,26 @@ def _matches(stack: str, name: str) -> bool:
     return rest != stack and (rest[:1] in ("", "-") or name[-1].isdigit())
 
 
+def _known_name(stack: str) -> str:
+    """Return the longest known name that a stack's begins with, else that stands in it between
+    dashes: 'my-megatron' is a 'megatron'; '' where there is none."""
+    own = without_experts(stack.lower())
+    begins = [name for name in STACKS if _matches(own, name)]
+    holds = [name for name in STACKS if f"-{name}-" in f"-{own}-"]
+    return max(begins or holds, key=len, default="")
+
+
 @functools.lru_cache(maxsize=1024)
 def stack_defaults(stack: str) -> StackDefaults:
-    """Of the longest known name that a stack's begins with; of `generic` where nobody knows it."""
-    name = without_experts(stack.lower())
-    found = STACKS[max((n for n in STACKS if _matches(name, n)), key=len, default="generic")]
-    return replace(found, compiled=True) if name.endswith("-compile") else found
+    """Return the habits of the known stack that a name begins with or holds; of `generic`, where it
+    does neither."""
+    habits = STACKS[_known_name(stack) or "generic"]
+    is_compiled = without_experts(stack.lower()).endswith("-compile")
+    return replace(habits, compiled=True) if is_compiled else habits
 
 
 def is_known(stack: str) -> bool:
-    return any(_matches(without_experts(stack.lower()), name) for name in STACKS)
+    return bool(_known_name(stack))
 
 
 def stack_rules(stack: str) -> EngineRules:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fourfold.cost.stacks import is_known
 from fourfold.cost.table.reference import EXPERT_COLUMNS, INCOMPLETE, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
@@ -135,6 +136,9 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
         if row[name] and row[name] != value and name not in ("stack", "cluster", "source", "note"):
             row.notes.append(f"{name} {value} as given, not {row[name]}")
         row.cells[name] = value
+    if row["engine"] and row["stack"] and not is_known(row["stack"]):
+        hint = f"call it {row['engine']}-{row['stack']} to keep that engine's limits and habits"
+        row.notes.append(f"stack {row['stack']} does not name its engine; {hint}")
     _tidy(row)
     _named(row)
     _layout(row)

@@ -33,6 +33,7 @@ from fourfold.search.alternatives import (
     unproven_best,
 )
 from fourfold.search.choice import sure_line
+from fourfold.search.culprit import culprit
 from fourfold.search.export import runs_in
 from fourfold.search.fixes import ways_out
 from fourfold.search.legal import why_not
@@ -181,7 +182,7 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
         parts_s=parts,
         exposed_s=exposed(parts),
         note=_note(ranking, i),
-        runs_in=runs_in(spec, query.cluster.host_gpus, query.stack),
+        runs_in=runs_in(query, spec),
         wide=wide,
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
@@ -246,6 +247,8 @@ def _nothing(ranking: Ranking) -> str:
         sequences = counted(query.batch.global_batch, "sequence")
         asked = f"{counted(query.gpus, 'GPU')} and {sequences} a step"
         ways = ways_out(query)
+        if refused := culprit(query):
+            return " or ".join([refused, *ways])
         if ways:
             return f"no layout divides {asked}; use {' or '.join(ways)}"
         counts = sorted(((count, name) for name, count in grid.refused.items()), reverse=True)

@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fourfold.errors import UserError
 from fourfold.result.report import Prediction, Remedy
 from fourfold.search.candidates import candidates
-from fourfold.search.legal import RULES, case_of, why_not_spec
+from fourfold.search.legal import certain_refusals, why_not_spec
 from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import divisors
 from fourfold.spec.layout import Layout
-from fourfold.spec.run import CHOSEN, RunSpec
+from fourfold.spec.run import RunSpec
 from fourfold.spec.words import RECOMPUTE
 
 # What a reader looks at, and a stored run keeps.
@@ -117,7 +115,7 @@ NEAR = 0.1  # how far another batch may be from the one asked for
 
 def ways_out(query: PlanQuery) -> list[str]:
     """In words, as flags have them; [] where nothing near helps."""
-    if _is_never_legal(query):
+    if certain_refusals(query.model, query.batch, query.policy, query.target):
         return []
     host, gpus = query.cluster.host_gpus, query.gpus
     below = range(gpus - gpus % host - host * (gpus % host == 0), 0, -host)
@@ -128,13 +126,6 @@ def ways_out(query: PlanQuery) -> list[str]:
         batch = _first(query, "global_batch", _batches(query))
         found += [f"--global-batch {batch}"] if batch else []
     return found
-
-
-def _is_never_legal(query: PlanQuery) -> bool:
-    """A rule refuses the model whatever the layout: it reads no column."""
-    case = case_of(query.model, Layout(shard=query.gpus), query.batch, query.policy, query.target)
-    two = case.with_columns({name: np.full(2, getattr(case, name)) for name in CHOSEN})
-    return any(np.ndim(broken := rule.broken(two)) == 0 and bool(broken) for rule in RULES)
 
 
 def _batches(query: PlanQuery) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.cost.stacks import RELEASES, EngineRules, stack_rules
+import numpy as np
+
+from fourfold.cost.stacks import RELEASES, EngineRules, stack_defaults, stack_rules
 from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine, experts
@@ -15,7 +17,7 @@ from fourfold.spec.cluster import Device
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec, chosen
+from fourfold.spec.run import CHOSEN, RunSpec, chosen
 
 RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *experts.RULES, *batch_rules.RULES)
 REASONS = tuple(rule.reason for rule in RULES)
@@ -58,6 +60,7 @@ class Target:
 def case_of(
     model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
 ) -> RuleCase:
+    habits = stack_defaults(target.stack)
     return RuleCase(
         model=model,
         stack=target.rules,
@@ -69,6 +72,8 @@ def case_of(
         batch_sizes=tuple(size for size, _ in batch.stages()),
         sequence_parallel=int(policy.sequence_parallel),
         runs=target.runs,
+        dispatcher=habits.dispatcher if policy.dispatcher == "auto" else policy.dispatcher,
+        overlap=habits.overlap if policy.overlap_kind == "auto" else policy.overlap_kind,
     )
 
 
@@ -82,6 +87,18 @@ def why_not(
     """Every broken rule, in the order of RULES; empty: legal. Memory is not asked here."""
     case = case_of(model, layout, batch, policy, target or Target())
     return tuple(Refusal(rule.reason, *rule.words(case)) for rule in RULES if rule.broken(case))
+
+
+def certain_refusals(
+    model: ModelShape, batch: Batch, policy: Policy, target: Target
+) -> tuple[Refusal, ...]:
+    """Return the rules that are broken in every layout: those that read no column of a search but
+    the kind of recompute, which no layout changes."""
+    case = case_of(model, Layout(), batch, policy, target)
+    names = [name for name in CHOSEN if name != "recompute"]
+    columns = case.with_columns({name: np.full(2, getattr(case, name)) for name in names})
+    certain = [rule for rule in RULES if np.ndim(broken := rule.broken(columns)) == 0 and broken]
+    return tuple(Refusal(rule.reason, *rule.words(case)) for rule in certain)
 
 
 def require_legal(spec: RunSpec, *, only: tuple[str, ...] = REASONS) -> None:

@@ -50,6 +50,8 @@ class PlanQuery:
     no_rows: str  # why the calibration is a blend, '' when it has rows
     evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
     fixed: dict[str, object]
+    decided: frozenset[str] = frozenset()  # fields of the policy that are not an engine's habit
+    export_stacks: Mapping[str, str] = field(default_factory=dict)  # whose numbers an export has
     remarks: tuple[str, ...] = ()  # on the machines
     where: tuple[Expression, ...] = ()
     explore: bool = False
@@ -144,6 +146,10 @@ def summed(stack: str, policy: Policy, *, recipe: bool) -> Policy:
     return replace(policy, reduce_dtype=wire, grad_dtype=held)
 
 
+# Fields of a policy in which engines differ where the user decides nothing.
+_HABITS = ("sequence_parallel", "compile", "attention", "grad_dtype", "reduce_dtype")
+
+
 def usual_policy(
     stack: str, policy: Policy, decided: set[str], *, recipe: bool, release: bool = False
 ) -> Policy:
@@ -160,6 +166,16 @@ def usual_policy(
         # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
         changes["attention"] = "fused-softmax"
     return summed(stack, replace(policy, **changes), recipe=recipe)
+
+
+def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
+    """Return a policy of the query as a plan for another stack has it: what was searched or decided
+    by the user stays, habits are that stack's."""
+    plain = Policy()
+    open_habits = {name: getattr(plain, name) for name in _HABITS if name not in query.decided}
+    return usual_policy(
+        stack, replace(policy, **open_habits), {*query.decided}, recipe=False, release=True
+    )
 
 
 def entry_for(

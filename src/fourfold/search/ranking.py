@@ -15,7 +15,7 @@ from fourfold.events import Bar
 from fourfold.search.bounds import Bounds, bounds_of
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.choice import sure_line
-from fourfold.search.export import runs_in
+from fourfold.search.export import is_written
 from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import fewest_s, layout_numbers, leading, listed, only
 from fourfold.search.near import near_best
@@ -168,12 +168,12 @@ def _ranking(
 
 
 def _runnable_first(ranking: Ranking) -> Ranking:
-    """The first that is sure to fit and that an engine runs comes first; as it was, where none of
-    those looked at does."""
+    """The first that is sure to fit and that --export writes for the engine whose seconds these are
+    comes first; as it was, where none of those looked at is."""
     query = ranking.query
-    line, hosts = sure_line(ranking.fits, query.risk), query.cluster.host_gpus
+    line = sure_line(ranking.fits, query.risk)
     sure = np.flatnonzero(ranking.fits >= line)[:LOOKED_AT]
-    first = next((int(i) for i in sure if runs_in(ranking.spec(int(i)), hosts, query.stack)), 0)
+    first = next((int(i) for i in sure if is_written(query, ranking.spec(int(i)))), 0)
     if first == 0:
         return ranking
     return ranking.take(np.insert(np.delete(np.arange(len(ranking)), first), 0, first))

@@ -11,6 +11,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.search.query import twin
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.words import SHARDING
 
 _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
@@ -66,6 +67,8 @@ def require_known(stack: str, calibration: Calibration) -> str:
     if name in measured or name in short or _YEAR.sub("", name) in short:
         return measured.get(name, name)
     hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
+    if (sharding := SHARDING.get(name)) is not None:
+        hint = f"it is a sharding: --sharding {sharding}, with --stack torchtitan or accelerate"
     raise UserError("unknown stack", field="stack", value=stack, hint=hint)
 
 

@@ -42,7 +42,7 @@ VARIANTS: dict[Variant, str] = {
     "clipped-swiglu": "clipped and shifted SwiGLU",
     "scored-inputs": "scores that multiply an expert's input",
     "unweighted-qk-norm": "norms of queries and keys without weights",
-    "chunked-attention": "attention within chunks",
+    "chunked-attention": "chunked attention",
     "router-noise": "noise on a router's inputs",
 }
 

@@ -125,7 +125,10 @@ class Policy:
         fair = spread is None or 0 <= spread <= 100
         check.that(fair, "imbalance", spread, "must be from 0 (even) to 100")
         known = _RECOMPUTE.fullmatch(self.recompute) is not None
-        hint = f"use {', '.join(words.RECOMPUTE)}, every-2, block-4, ..."
+        hint = f"use {', '.join((*words.RECOMPUTE, *words.MOE_RECOMPUTE))}, every-2, block-4, ..."
+        if ":" in self.recompute:
+            modules = words.RECOMPUTE_MODULES.items()
+            hint = "Megatron's modules are read as " + ", ".join(f"{m} = {k}" for m, k in modules)
         check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)
         require_form(self.env)
 

@@ -104,9 +104,27 @@ CP_KIND = {
     "a2a": "ulysses",
     "all-to-all": "ulysses",
 }
+
+
+def plain_word(text: str) -> str:
+    """'FULL_SHARD' -> 'full-shard'."""
+    return re.sub(r"[\s_]+", "-", text.strip().lower())
+
+
+# Megatron-LM's modules of selective recompute.
+RECOMPUTE_MODULES = {
+    "core_attn": "selective",
+    "layernorm mlp": "norm+mlp",
+    "moe": "moe",
+    "moe_act": "moe-act",
+}
 POLICY = {
     "sharding": SHARDING, "precision": PRECISION, "schedule": SCHEDULE, "cp_kind": CP_KIND,
-    "recompute": {},
+    "recompute": {
+        f"{start}{plain_word(modules)}": kind
+        for modules, kind in RECOMPUTE_MODULES.items()
+        for start in ("", "selective:")
+    },
 }  # fmt: skip
 _SIZES = (
     "gpus", "policy.virtual_stages", "batch.seq_len", "batch.micro_batch", "batch.global_batch",
@@ -114,11 +132,6 @@ _SIZES = (
     "layout.etp",
 )  # fmt: skip
 _TOKENS = re.compile(r"(.*?)\s*(tok|toks|token|tokens)\Z", re.IGNORECASE)
-
-
-def plain_word(text: str) -> str:
-    """'FULL_SHARD' -> 'full-shard'."""
-    return re.sub(r"[\s_]+", "-", text.strip().lower())
 
 
 @functools.cache

@@ -24,23 +24,26 @@ from fourfold.search.compare import best_of
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not_spec
 from fourfold.search.plan_answer import PlanRow
-from fourfold.search.query import entry_for, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster, usual_policy
 from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
-from fourfold.spec.supported import left_out, without_idle_window
+from fourfold.spec.policy import Policy
+from fourfold.spec.supported import left_out
 from fourfold.units import counted, three_digits
 from fourfold.verbs import Answer, Request
-from fourfold.verbs.question import resolved
+from fourfold.verbs.question import resolved, with_export_named
 from fourfold.verbs.requests import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Settings of one engine. `files` are names and texts for a folder ({}: the engine takes one
-    file), `script` the same as one text; `choice` is the layout that it runs."""
+    """Settings of one engine, for the `release` they name. `files` are names and texts for a folder
+    ({}: the engine takes one file), `script` the same as one text; `choice` is the layout that it
+    runs."""
 
     engine: str
+    release: str
     files: dict[str, str]
     script: str
     notes: tuple[str, ...]
@@ -70,7 +73,9 @@ def export(
 ) -> Exported:
     """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
     model is called there; `job`: also as a job of skypilot or kubeflow, which is then `script`."""
-    engine = check.given(request.export, "export", "pass the name of an engine")
+    check.given(request.export, "export", "pass the name of an engine")
+    request = with_export_named(request)
+    engine = request.export or ""
     check.that(pick >= 1, "pick", pick, "must be 1 or more")
     query, counts = resolved(request, on_event)
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
@@ -83,13 +88,14 @@ def export(
         f"exceeds the {counted(len(ranking), 'layout')} that fit",
     )
     setup = _setup(ranking, pick - 1, name)
-    written = {} if engine == "torchrun" else exports.write_folder(engine, setup)
+    written = exports.write_folder(engine, setup)
     script = exports.write(engine, setup)
     if job:
         around = exports.around(job, engine, setup, script)
         written, script = (written | around) if written else {}, "".join(around.values())
     return Exported(
         engine=engine,
+        release=EXPORTS[engine].release,
         files=written,
         script=script,
         notes=setup.notes,
@@ -111,9 +117,7 @@ def export_all(
     """The best layout for every engine, each by its own rules: what one cannot do, another can."""
     found: list[Exported | NotExported] = []
     for engine in exports.USUAL:
-        stack = (
-            request.stack if (request.stack or "").startswith(exports.stack_of(engine)) else None
-        )
+        stack = request.stack if exports.has_rules_of(engine, request.stack) else None
         on_event(Event(f"settings for {engine}", "progress"))
         try:
             asked = replace(request, export=engine, stack=stack)
@@ -168,10 +172,11 @@ class SupportRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportRow:
-    """`priced`: what seconds rest on (measured rows of `stack`); `settings`: 'yes', or why none are
-    written for this model."""
+    """`priced`: what seconds rest on (measured rows of `stack`); `settings`: 'yes', or why --export
+    writes none for this model; `release`: the one that they are for."""
 
     engine: str
+    release: str
     gpu: str
     stack: str
     priced: str
@@ -215,16 +220,27 @@ def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
     known, cluster = calibrations.shipped(), usual_cluster(catalog.device(gpu), _COUNT)
     stack = match_stack(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
     entry, _ = entry_for(known, stack, cluster, experts=model.moe is not None)
-    try:
-        exports.check(engine, without_idle_window(model, _TOKENS))
-        settings = "yes"
-    except UserError as error:
-        settings = str(error)
     return SupportRow(
         engine=engine,
+        release=EXPORTS[engine].release or "fourfold",
         gpu=cluster.device.id,
         stack=stack,
         priced=entry.basis,
         rows=entry.rows_time,
-        settings=settings,
+        settings=_settings(model, engine, stack),
     )
+
+
+def _settings(model: ModelShape, engine: str, stack: str) -> str:
+    """Return 'yes', or why --export of an engine writes no settings of a model, however it is laid
+    out."""
+    policy = usual_policy(stack, Policy(), set(), recipe=False, release=True)
+    batch = Batch(seq_len=_TOKENS, global_batch=1)
+    setup = Setup(
+        model=model, layout=Layout(), batch=batch, policy=policy, host_gpus=1, stack=stack
+    )
+    try:
+        exports.check_always(engine, setup)
+    except UserError as error:
+        return str(error)
+    return "yes"

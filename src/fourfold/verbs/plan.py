@@ -33,6 +33,7 @@ from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
 from fourfold.spec import Cluster, check
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
+from fourfold.spec.run import fill_dp
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
@@ -215,6 +216,8 @@ def explain(
         layout = fields.pop("layout")
         request = replace(request, **fields)
     chosen, named = named_axes(layout) if isinstance(layout, str) else (layout, {*EXPERT_AXES})
+    if isinstance(layout, str) and not named & {"dp"}:
+        chosen = _with_dp(chosen, request.gpus)
     if chosen.order != AXES:
         asked, chosen = chosen, replace(chosen, order=AXES)
         rule = "plan knows this order of placement alone, tp ranks side by side"
@@ -224,6 +227,13 @@ def explain(
     explanation = explain_ranking(query, chosen, ranking, listed=operations)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)
+
+
+def _with_dp(layout: Layout, gpus: int | None) -> Layout:
+    """Return a layout that names no dp with what the GPUs leave of it, as without --dp; as it is,
+    where they leave no whole number."""
+    divides = gpus is not None and gpus % (layout.pp * layout.cp * layout.tp) == 0
+    return fill_dp(layout, gpus) if gpus is not None and divides else layout
 
 
 def best_timeline(request: PlanRequest, answer: PlanAnswer) -> Timeline | None:

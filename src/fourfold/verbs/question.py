@@ -10,13 +10,13 @@ from typing import Any
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, with_experts, year_of
+from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, with_experts, year_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search import query as queries
 from fourfold.search.export.setup import Setup
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import Target, certain_refusals, why_not
 from fourfold.search.query import PlanQuery
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
@@ -33,11 +33,22 @@ EXPORTED = tuple(dict.fromkeys(engine.stack for engine in EXPORTS.values()))
 SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 
 
+def with_export_named(request: PlanRequest) -> PlanRequest:
+    """Return the request with the name that --export has for its engine; the name of a stack there
+    also says whose numbers it takes."""
+    if not request.export:
+        return request
+    engine = exports.engine_named(request.export)
+    is_stack = engine != request.export.strip().lower()
+    stack = request.stack or (request.export if is_stack else None)
+    return replace(request, export=engine, stack=stack)
+
+
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try). How names were read
     is told once all of it can be answered."""
     said: list[Event] = []
-    query, counts = _resolved(request, said.append)
+    query, counts = _resolved(with_export_named(request), said.append)
     for one in said:
         on_event(one)
     return replace(query, on_event=on_event), counts
@@ -70,6 +81,10 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         evidence=queries.evidence_for(known, entry),
         remarks=(remark,) if remark else (),
         fixed=fixed,
+        decided=frozenset(request.policy),
+        export_stacks={
+            engine: _exported_stack(engine, stack, cluster, known, model) for engine in EXPORTS
+        },
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
@@ -79,7 +94,20 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
     )
+    for refusal in certain_refusals(model, batch, policy, query.target):
+        raise refusal.error
     return query, counts
+
+
+def _exported_stack(
+    engine: str, stack: str, cluster: Cluster, known: Calibration, model: ModelShape
+) -> str:
+    """Return whose numbers --export has beside this --stack: a stack with the engine's own rules
+    stays, else what the short name of the engine's stands for."""
+    if exports.has_rules_of(engine, stack):
+        return stack
+    short = exports.stack_of(engine)
+    return match_stack(short, cluster, known, experts=model.moe is not None)
 
 
 def _with_stack_defaults(request: PlanRequest, stack: str, policy: Policy) -> Policy:
@@ -214,7 +242,7 @@ def _release(
         setup = Setup(
             model=model, layout=Layout(), batch=one, policy=plain, host_gpus=1, stack=stack
         )
-        exports.write(engine, setup)
+        exports.check_always(engine, setup)
     return release_of(engine)
 
 
@@ -241,7 +269,7 @@ def _implied_stack(request: PlanRequest) -> str:
     if not request.export:
         return asked
     implied = exports.stack_of(request.export)
-    if asked and stack_rules(asked).name != stack_rules(implied).name:
+    if asked and not exports.has_rules_of(request.export, asked):
         rule = f"contradicts --export {request.export}: its rules and step times differ"
         hint = f"omit --stack, or use --stack {implied}"
         raise UserError(rule, field="stack", value=asked, hint=hint)

@@ -12,18 +12,20 @@ from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
-from fourfold.cost.stacks import EXPORTS, ExportEngine, stack_rules
+from fourfold.cost.stacks import EXPORTS, ExportEngine, is_known, stack_rules
 from fourfold.errors import UserError
 from fourfold.search.export.setup import (
     Package,
     Setup,
-    check_setup,
+    check_choices,
+    check_rules,
     filled,
     folder,
     run_file,
     script,
 )
-from fourfold.search.legal import why_not_spec
+from fourfold.search.legal import Target, certain_refusals, why_not_spec
+from fourfold.search.query import PlanQuery, policy_of_engine
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
@@ -57,14 +59,45 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
     return {name: filled(f"{name}.txt", EXPORTS[engine], values)}
 
 
-__all__ = ["ENGINES", "USUAL", "around", "check", "runs_in", "stack_of", "write", "write_folder"]
+__all__ = [
+    "ENGINES",
+    "USUAL",
+    "around",
+    "check",
+    "check_always",
+    "engine_named",
+    "has_rules_of",
+    "is_written",
+    "runs_in",
+    "stack_of",
+    "why_not_written",
+    "write",
+    "write_folder",
+    "writers",
+]
 ENGINES = tuple(EXPORTS)
 USUAL = tuple(engine.name for engine in EXPORTS.values() if not engine.on_demand)
+
+
+def engine_named(text: str) -> str:
+    """Return the engine of an export by its name, or by the name of a stack with its rules:
+    'Megatron-LM' is megatron, 'nemo' too."""
+    name = text.strip().lower()
+    if name in EXPORTS or not is_known(name):
+        return name
+    rules = stack_rules(name).name
+    return next((engine.name for engine in EXPORTS.values() if engine.stack == rules), name)
 
 
 def stack_of(engine: str) -> str:
     """Whose engine the numbers must be for, so that they are the exported run's."""
     return _entry(engine).stack
+
+
+def has_rules_of(engine: str, stack: str | None) -> bool:
+    """Return whether a stack's rules are those of the engine, so that its numbers may be an
+    export's."""
+    return bool(stack) and stack_rules(stack or "").name == stack_rules(stack_of(engine)).name
 
 
 def check(engine: str, model: ModelShape) -> None:
@@ -73,58 +106,97 @@ def check(engine: str, model: ModelShape) -> None:
         _writer(entry).check(model, entry)
 
 
+def check_always(engine: str, setup: Setup) -> None:
+    """Refuse what an engine has no settings for in any layout: a model, a batch or a policy."""
+    entry, model = _entry(engine), without_idle_window(setup.model, setup.batch.seq_len)
+    check(engine, model)
+    target = Target(stack=setup.stack, release=engine if entry.writer else "")
+    for refusal in certain_refusals(model, setup.batch, setup.policy, target):
+        raise refusal.error
+    if entry.writer:
+        _settings(entry, replace(setup, model=model))
+
+
 def write(engine: str, setup: Setup) -> str:
-    """One file: a run file for our own engine, which can hold any run, else a script that brings
-    its parts along."""
-    entry = _entry(engine)
-    return script(_package(entry, setup), setup) if entry.writer else run_file(setup)
+    """One file: a run file for our own engine, else a script that brings its parts along."""
+    package = _legal_package(engine, setup)
+    return run_file(setup) if package is None else script(package, setup)
 
 
 def write_folder(engine: str, setup: Setup) -> dict[str, str]:
-    """File name -> text: environment, launcher's and engine's arguments, and a script over them."""
-    return folder(_package(_entry(engine), setup), setup)
+    """File name -> text: environment, launcher's and engine's arguments, and a script over them;
+    {} for our own engine, which takes one file."""
+    package = _legal_package(engine, setup)
+    return {} if package is None else folder(package, setup)
 
 
-def runs_in(spec: RunSpec, host_gpus: int, stack: str) -> tuple[str, ...]:
-    """Titles of engines that can run a layout, that of the stack whose numbers they are among them;
-    an older release counts where the newer one cannot. What one engine does by habit (compiling,
-    its own sums) asks nothing of another."""
-    attention = "auto" if spec.policy.attention == "fused-softmax" else spec.policy.attention
-    policy = replace(
-        spec.policy, compile=False, async_tp=False, grad_dtype=None, reduce_dtype=None,
-        attention=attention,
-    )  # fmt: skip
-    spec = replace(spec, policy=policy)
-    found: dict[str, str] = {}
+def why_not_written(engine: str, setup: Setup) -> UserError | None:
+    """Return why an engine has no settings for a run; None where `write` writes them."""
+    try:
+        _legal_package(engine, setup)
+    except UserError as error:
+        return error
+    return None
+
+
+def writers(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
+    """Return the engines that --export writes a layout of a plan for, by their names there."""
+    return tuple(name for name in EXPORTS if _can_write(name, query, spec))
+
+
+def runs_in(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
+    """Return titles of engines that --export writes a layout for, that of the stack whose numbers
+    they are among them; an older release counts where the newer one cannot."""
+    own = stack_rules(query.stack).name
+    titles: dict[str, str] = {}
     for name, engine in EXPORTS.items():
-        if name not in (*USUAL, stack_rules(stack).name) or not engine.writer:
-            continue
-        if engine.before not in found and _can_write(engine, spec, host_gpus):
-            found[engine.name] = engine.title or engine.name
-    return (*found.values(), *(["fourfold"] if not why_not_spec(spec) else []))
+        is_listed = name in (*USUAL, own) and engine.before not in titles
+        if is_listed and _can_write(name, query, spec):
+            titles[name] = engine.title or name
+    return tuple(titles.values())
 
 
-def _can_write(engine: ExportEngine, spec: RunSpec, host_gpus: int) -> bool:
+def is_written(query: PlanQuery, spec: RunSpec) -> bool:
+    """Return whether --export writes a layout for the engine whose seconds a plan has; for any
+    engine, where there is no export of that one."""
+    rules = stack_rules(query.stack).name
+    own = [name for name, engine in EXPORTS.items() if stack_rules(engine.stack).name == rules]
+    return any(_can_write(name, query, spec) for name in own or EXPORTS)
+
+
+def _can_write(engine: str, query: PlanQuery, spec: RunSpec) -> bool:
+    """Return whether the same question with --export of an engine writes this layout."""
+    stack = query.export_stacks.get(engine, stack_of(engine))
     setup = Setup(
         model=spec.model,
         layout=spec.layout,
         batch=spec.batch,
-        policy=spec.policy,
-        host_gpus=host_gpus,
-        stack=engine.stack,
+        policy=policy_of_engine(query, spec.policy, stack),
+        host_gpus=query.cluster.host_gpus,
+        stack=stack,
     )
-    try:
-        _package(engine, setup)
-    except UserError:
-        return False
-    return True
+    return why_not_written(engine, setup) is None
 
 
-def _package(engine: ExportEngine, setup: Setup) -> Package:
-    writer = _writer(engine)
+def _legal_package(engine: str, setup: Setup) -> Package | None:
+    """Return what is written for a run, after every rule of the engine's release; None for our own
+    engine."""
+    entry = _entry(engine)
+    if not entry.writer:
+        for refusal in why_not_spec(setup.spec):
+            raise refusal.error
+        return None
     setup = replace(setup, model=without_idle_window(setup.model, setup.batch.seq_len))
-    writer.check(setup.model, engine)
-    check_setup(engine.name, setup, writer.CHOICES)
+    check(engine, setup.model)
+    check_rules(engine, setup)
+    return _settings(entry, setup)
+
+
+def _settings(engine: ExportEngine, setup: Setup) -> Package:
+    """Return the files of a setup whose layout breaks no rule. What is refused here, is refused in
+    every layout: rules that read a layout are the search's too (search/rules)."""
+    writer = _writer(engine)
+    check_choices(engine.name, setup, writer.CHOICES)
     return writer.package(setup, engine)
 
 

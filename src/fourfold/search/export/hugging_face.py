@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from fourfold.cost.stacks import ExportEngine
-from fourfold.search.export.setup import Package, Setup, filled, no_setting
+from fourfold.search.export.setup import Package, Setup, filled
 from fourfold.spec.model import ModelShape
 
 CHOICES = {
@@ -16,7 +16,6 @@ CHOICES = {
     "policy.sequence_parallel": (False,),
     "policy.reduce_dtype": (None,),
     "policy.routing": ("natural",),
-    "policy.overlap_exchange": (False,),
 }
 _MIXED = {"fp32": "no", "bf16-mixed": "bf16", "fp16": "fp16"}
 _ROTATES = {"ring": "alltoall", "allgather": "allgather"}
@@ -47,8 +46,6 @@ def _own(setup: Setup) -> str:
 
 def _accelerate(setup: Setup, engine: ExportEngine) -> Package:
     layout, zero = setup.layout, setup.policy.zero
-    if zero == 0 and layout.dp > 1 and layout.tp * layout.cp > 1:
-        raise no_setting(engine.name, "policy.sharding", setup.policy.sharding, "zero2 or zero3")
     values = {
         "distributed_type": "FSDP" if zero else "MULTI_GPU",
         "mixed_precision": _MIXED[setup.policy.precision],

@@ -116,21 +116,10 @@ def _sum(terms: list[tuple[int, int]]) -> str:
 
 
 def _overlap(setup: Setup) -> Flags:
-    """Its exchange runs under another micro batch's layers, which needs virtual stages, or under
-    shared experts."""
-    layout, policy = setup.layout, setup.policy
-    kind = policy.overlap_kind
-    if kind == "shared-expert":
-        has_shared = setup.model.moe is not None and setup.model.moe.shared_ffn > 0
-        if not has_shared or setup.dispatcher != "alltoall":
-            raise no_setting("megatron", "policy.overlap_kind", kind, "shared experts, all-to-all")
+    """Return the flag of an exchange that runs under shared experts, or under another micro-batch's
+    layers; search/rules says what each needs."""
+    if setup.policy.overlap_kind == "shared-expert":
         return {"--moe-shared-expert-overlap": None}
-    if kind not in ("auto", "combined-1f1b"):
-        raise no_setting("megatron", "policy.overlap_kind", kind, "combined-1f1b, shared-expert")
-    fits = layout.ep > 1 and (layout.pp == 1 or policy.virtual_stages > 1)
-    if not fits or policy.recompute_kind in _AROUND_GRAPHS or setup.dispatcher == "allgather":
-        hint = "ep above 1, virtual stages in a pipeline, all-to-all, and no recompute of layers"
-        raise no_setting("megatron", "policy.overlap_exchange", True, hint)
     return {"--overlap-moe-expert-parallel-comm": None}
 
 

@@ -23,6 +23,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 
 # Fields of a model that every writer looks at; another one must have its default to be exported.
@@ -78,6 +79,16 @@ class Setup:
     device: str = ""
     model_name: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> RunSpec:
+        return RunSpec(
+            model=self.model,
+            gpus=self.layout.world,
+            layout=self.layout,
+            batch=self.batch,
+            policy=self.policy,
+        )
 
     @property
     def chosen(self) -> Choice:
@@ -148,14 +159,15 @@ def _check_choices(engine: str, owner: str, holder: object, choices: Choices) ->
 
 
 def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
+    if model.variants:
+        lacking = ", ".join(VARIANTS[variant] for variant in model.variants)
+        hint = "--export accelerate or deepspeed, where the model is your script"
+        rule = f"needs {lacking}, which no model of {engine} runs"
+        raise UserError(rule, field="model", value=model.name, hint=f"use {hint}")
     _check_choices(engine, "model.", model, {**_RARE, **choices})
     if model.window is not None:
         hint = f"sequences of at most {model.window} tokens"
         raise no_setting(engine, "model.window", model.window, hint)
-    if model.variants:
-        words = ", ".join(VARIANTS[one] for one in model.variants)
-        hint = "--export accelerate or deepspeed, where the model is your script"
-        raise no_setting(engine, "model.variants", words, hint)
     for one in fields(model):
         default = one.default if one.default is not MISSING else None
         value = getattr(model, one.name)
@@ -163,15 +175,19 @@ def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
             raise no_setting(engine, f"model.{one.name}", value, f"{default}")
 
 
-def check_setup(engine: str, setup: Setup, choices: Choices) -> None:
-    """Refuse what breaks a rule of the engine's release, or has no setting there."""
+def check_rules(engine: str, setup: Setup) -> None:
+    """Refuse a layout that breaks a rule of the engine's release."""
     if setup.layout.order != AXES:
         raise no_setting(engine, "layout.order", " ".join(setup.layout.order), " ".join(AXES))
-    plain = Policy()
-    own = {f"policy.{name}": (getattr(plain, name),) for name in OWN_OF_POLICY}
     target = Target(stack=setup.stack, release=engine, runs=False)
     for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
         raise broken.error
+
+
+def check_choices(engine: str, setup: Setup, choices: Choices) -> None:
+    """Refuse what has no setting there, whatever the layout."""
+    plain = Policy()
+    own = {f"policy.{name}": (getattr(plain, name),) for name in OWN_OF_POLICY}
     if setup.batch.ramp and "batch.ramp" not in choices:
         raise no_setting(engine, "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
     _check_choices(engine, "", setup, {**own, **choices})

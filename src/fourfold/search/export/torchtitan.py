@@ -23,7 +23,6 @@ __all__ = ["CHOICES", "check", "package"]
 CHOICES = {
     "policy.reduce_dtype": (None, "fp32"),
     "policy.attention": ("auto", "flash"),
-    "policy.overlap_exchange": (False,),
 }
 _OWN = "tokenizer (hf_assets_path), data, learning rate and number of steps"
 _SCHEDULES = {
@@ -136,9 +135,7 @@ def _converted(policy: Policy) -> str:
 
 def _flags_package(setup: Setup, engine: ExportEngine) -> Package:
     """Of release 0.2."""
-    policy, kind = setup.policy, backend(setup)
-    if kind != "standard" and not setup.model.latent:
-        raise no_setting(engine.name, "policy.dispatcher", kind, "alltoall, or release 0.3")
+    policy = setup.policy
     words = [word for name, value in _options(setup).items() for word in (f"--{name}", str(value))]
     words += ["--compile.enable"] if policy.compile else []
     words += ["--parallelism.enable_async_tensor_parallel"] if policy.async_tp else []

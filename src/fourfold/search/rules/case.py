@@ -52,6 +52,8 @@ class RuleCase:
     recompute: Whole
     sequence_parallel: Whole
     runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
+    dispatcher: str = "alltoall"  # of experts on other ranks, as priced: never auto
+    overlap: str = "combined-1f1b"  # of the exchange, where it is hidden: never auto
     ep: Whole = 1
     etp: Whole = 1
     dp: Whole = field(init=False)

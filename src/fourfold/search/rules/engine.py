@@ -13,7 +13,6 @@ from fourfold.search.rules.case import (
     choice,
     outside,
 )
-from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.supported import not_run
 from fourfold.spec.words import (
@@ -62,19 +61,28 @@ def _device_precision_words(c: RuleCase) -> Words:
     return "policy.precision", c.policy.precision, rule, "use precision = bf16"
 
 
+def _device_scales(c: RuleCase, kind: str) -> bool:
+    """Return whether the GPU's matrix units take such scales; a GPU that is not named does."""
+    needs = KINDS[kind].needs
+    return not needs or c.device is None or getattr(c.device.peak_flops_per_s, needs) is not None
+
+
 def _scalings(c: RuleCase) -> tuple[str, ...]:
-    """Of products in fp8, no others: those of the engine that the GPU's matrix units have."""
+    """Return the scalings of the engine that the GPU has, for products in fp8; else auto alone."""
     if c.policy.dtypes.compute != "fp8":
         return ("auto",)
-    made = "b" if c.device is None else generation_of(c.device)
-    return ("auto", *(kind for kind in c.stack.scalings if KINDS[kind].only in ("", made)))
+    return ("auto", *(kind for kind in c.stack.scalings if _device_scales(c, kind)))
 
 
 def _scaling_words(c: RuleCase) -> Words:
-    asked, compute = ("policy.scaling", c.policy.scaling), c.policy.dtypes.compute
-    if compute == "fp8":
-        return choice(c, *asked, _scalings(c))
-    return *asked, f"has no effect on products in {compute}", "use auto, or precision = fp8"
+    kind, compute = c.policy.scaling, c.policy.dtypes.compute
+    if compute != "fp8":
+        rule = f"has no effect on products in {compute}"
+        return "policy.scaling", kind, rule, "use auto, or precision = fp8"
+    if kind in c.stack.scalings and c.device is not None:
+        rule = f"needs matrix units with {KINDS[kind].needs}, which {c.device.id} does not have"
+        return "policy.scaling", kind, rule, f"use {', '.join(_scalings(c))}"
+    return choice(c, "policy.scaling", kind, _scalings(c))
 
 
 def _lacking(c: RuleCase) -> dict[str, Whole]:
@@ -97,10 +105,17 @@ def _axis_words(c: RuleCase) -> Words:
     return "layout.pp", c.pp, rule, "use pp = 1"
 
 
-def _kept(c: RuleCase, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that the engine runs with this model."""
+def _supported(c: RuleCase, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of an engine's words that it runs with this model."""
     lost = c.stack.not_with_experts if c.model.moe else ()
     return tuple(word for word in words if word not in lost)
+
+
+def _choice(c: RuleCase, field: str, value: str, words: tuple[str, ...]) -> Words:
+    """Return what to say of a word that the engine lacks, or lacks for models with experts."""
+    _, _, rule, hint = choice(c, field, value, _supported(c, words))
+    is_lost = c.model.moe is not None and value in c.stack.not_with_experts and value in words
+    return field, value, f"{rule} for models with experts" if is_lost else rule, hint
 
 
 def _sharding_words(c: RuleCase) -> Words:
@@ -112,8 +127,8 @@ def _recompute_words(c: RuleCase) -> Words:
     """Kinds with a number as they are written."""
     named = {kind: f"{kind}-N" for kind in NUMBERED_RECOMPUTE}
     asked = RECOMPUTE_KINDS[c.recompute]
-    allowed = tuple(named.get(kind, kind) for kind in _kept(c, c.stack.recompute))
-    return choice(c, "policy.recompute", named.get(asked, asked), allowed)
+    allowed = tuple(named.get(kind, kind) for kind in c.stack.recompute)
+    return _choice(c, "policy.recompute", named.get(asked, asked), allowed)
 
 
 def _zero_pipeline(c: RuleCase) -> Truth:
@@ -149,8 +164,8 @@ RULES = (
     Rule("family", _family, _family_words),
     Rule(
         "precision",
-        lambda c: c.policy.precision not in _kept(c, c.stack.precisions),
-        lambda c: choice(c, "policy.precision", c.policy.precision, _kept(c, c.stack.precisions)),
+        lambda c: c.policy.precision not in _supported(c, c.stack.precisions),
+        lambda c: _choice(c, "policy.precision", c.policy.precision, c.stack.precisions),
     ),
     Rule("device-precision", _device_precision, _device_precision_words),
     Rule("scaling", lambda c: c.policy.scaling not in _scalings(c), _scaling_words),
@@ -167,7 +182,7 @@ RULES = (
     ),
     Rule(
         "recompute",
-        lambda c: outside(c.recompute, RECOMPUTE_KINDS, _kept(c, c.stack.recompute)),
+        lambda c: outside(c.recompute, RECOMPUTE_KINDS, _supported(c, c.stack.recompute)),
         _recompute_words,
     ),
     Rule(

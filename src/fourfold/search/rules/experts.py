@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fourfold.search.rules.case import (
     Rule,
     RuleCase,
     Truth,
     Words,
+    any_of,
     choice,
     divides,
     divisors,
     few,
 )
 from fourfold.spec.words import MOE_RECOMPUTE, RECOMPUTE_KINDS
+
+# Recompute that runs an exchange again, between layers of which another one is hidden.
+_RECOMPUTES_EXCHANGE = tuple(map(RECOMPUTE_KINDS.index, ("full", "every", "block", "moe")))
 
 _OF_EXPERTS = {
     "dispatcher": "auto", "routing": "natural", "imbalance": None, "overlap_exchange": False,
@@ -87,18 +93,61 @@ def _dispatcher(c: RuleCase) -> Truth:
     return (spread & (alone | waits)) | ((c.ep > 0) & _lacks_dispatcher(c))
 
 
+def _dispatchers(c: RuleCase) -> tuple[str, ...]:
+    """Return the dispatchers that the engine has for this model."""
+    lost = () if c.model.latent else c.stack.latent_dispatchers
+    return ("auto", *(kind for kind in c.stack.dispatchers if kind not in lost))
+
+
 def _lacks_dispatcher(c: RuleCase) -> bool:
-    return c.policy.dispatcher not in ("auto", *c.stack.dispatchers)
+    return c.policy.dispatcher not in _dispatchers(c)
 
 
 def _dispatcher_words(c: RuleCase) -> Words:
     if _lacks_dispatcher(c):
-        return choice(c, "policy.dispatcher", c.policy.dispatcher, ("auto", *c.stack.dispatchers))
+        return choice(c, "policy.dispatcher", c.policy.dispatcher, _dispatchers(c))
     if c.policy.cuda_graph and c.stack.is_ours:
         rule = "needs a step without host waits, but tokens are exchanged by counts (ep x etp > 1)"
         return "policy.cuda_graph", True, rule, "use cuda_graph = false, or ep = 1"
     rule = f"keeps tokens on their rank, but ep={c.ep} x etp={c.etp} spreads experts"
     return "policy.dispatcher", "local", rule, "use dispatcher = alltoall or allgather"
+
+
+def _overlap_needs(c: RuleCase) -> Iterator[tuple[Truth, str]]:
+    """Yield what hiding the exchange in the requested way needs: (whether it is missing, words)."""
+    if c.overlap == "shared-expert":
+        yield c.ep * c.etp == 1, "experts on other ranks (ep x etp above 1)"
+        yield not (c.model.moe and c.model.moe.shared_ffn), "shared experts"
+        yield c.dispatcher != "alltoall", "dispatcher = alltoall"
+    elif c.overlap == "combined-1f1b" and c.stack.overlap_in_1f1b:
+        yield c.ep == 1, "ep above 1"
+        yield (c.pp > 1) & (c.virtual_stages == 1), "virtual stages in a pipeline"
+        recomputes = any_of(c.recompute == kind for kind in _RECOMPUTES_EXCHANGE)
+        yield recomputes, "recompute of none, selective or moe-act"
+        yield c.dispatcher in ("local", "allgather"), "a dispatcher other than allgather"
+        yield c.policy.dtypes.compute == "fp32", "products in 16 bits or fewer"
+        if further := c.model.mtp or 0:
+            yield further > 1, "one layer of multi-token prediction at most"
+            yield c.pp == 1, "a pipeline for its layer of multi-token prediction"
+
+
+def _overlap(c: RuleCase) -> Truth:
+    if c.model.moe is None or not c.policy.overlap_exchange or c.stack.is_ours:
+        return False
+    if c.overlap not in c.stack.overlaps:
+        return True
+    return any_of(is_missing for is_missing, _ in _overlap_needs(c))
+
+
+def _overlap_words(c: RuleCase) -> Words:
+    field, no_overlap = "policy.overlap_exchange", "use overlap_exchange = false"
+    if not c.stack.overlaps:
+        return field, True, f"is not supported by {c.stack.name}", no_overlap
+    if c.overlap not in c.stack.overlaps:
+        return choice(c, "policy.overlap_kind", c.overlap, c.stack.overlaps)
+    needs = " and ".join(words for is_missing, words in _overlap_needs(c) if is_missing)
+    rule = f"hides an exchange by {c.overlap}, which needs {needs}"
+    return field, True, rule, f"{no_overlap}, or change that"
 
 
 RULES = (
@@ -110,4 +159,5 @@ RULES = (
     divides("shared-width", "tp", "moe.shared_ffn"),
     Rule("moe-tp", _moe_tp, _moe_tp_words),
     Rule("dispatcher", _dispatcher, _dispatcher_words),
+    Rule("overlap", _overlap, _overlap_words),
 )
