@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from fourfold.cli import main
 from fourfold.launch.local import require_torch
@@ -116,3 +120,31 @@ def test_torch_comes_when_a_command_has_something_to_run(tmp_path: Path, monkeyp
     require_torch.cache_clear()
     require_torch()
     assert asked.read_text() == "fetch-torch\n"
+
+
+def _index(folder: Path, releases: dict[str, str]) -> str:
+    """Return the address of a package index in a folder, with one release of each package."""
+    for package, version in releases.items():
+        page = folder / package / "index.html"
+        page.parent.mkdir(parents=True)
+        wheel = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+        page.write_text(f'<a href="{wheel}" data-requires-python="&gt;=3.99">{wheel}</a>')
+    return folder.as_uri()
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("99.0", "release 99.0 is newer"), ("0.0.1", "newest")]
+)
+def test_newest_compares_the_index_with_the_pins(version: str, words: str, tmp_path: Path) -> None:
+    env = {
+        **os.environ,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "PIP_EXTRA_INDEX_URL": "",
+    }
+    env["PIP_INDEX_URL"] = _index(tmp_path, {"torchtitan": version})
+    command = [sys.executable, str(ROOT / "scripts" / "newest")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert words in lines["torchtitan"]
+    assert "the package index does not answer" in lines["deepspeed"]
