@@ -166,7 +166,7 @@ def _step(r: Recorder, shape: Shape) -> None:
     r.thread = MAIN
     r.host_s += r.faults.loader_s
     for _ in range(shape.micro_batches):
-        _micro_batch(r, shape)
+        run_micro_batch(r, shape)
     r.thread = MAIN
     each = shape.layers * sum(a * b for a, b in _weights(shape))
     each += shape.layers * 3 * shape.experts * shape.hidden * shape.expert_ffn
@@ -175,7 +175,7 @@ def _step(r: Recorder, shape: Shape) -> None:
     r.run("aten::_fused_adamw_", name, 40.0 * params / 3.45e12)
 
 
-def _micro_batch(r: Recorder, shape: Shape) -> None:
+def run_micro_batch(r: Recorder, shape: Shape) -> None:
     r.thread = MAIN
     tokens, table = [shape.sequences, shape.length], [shape.vocab, shape.hidden]
     r.run("aten::embedding", "void at::native::vectorized_gather_kernel", 5e-5, [table, tokens])

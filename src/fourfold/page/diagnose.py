@@ -3,7 +3,8 @@ one step with its gaps, ranks side by side. Nothing is fetched, and every text i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ _COLORS = (
 )  # fmt: skip
 _OTHER = "#8c8c8c"
 _WIDE, _HIGH = 1200.0, 34.0
-# More rectangles say no more; shorter ones than a thousandth of the step are joined.
-_MOST_SPANS = 4000
+# A window is about a pixel: what is shorter is drawn with its neighbours, by part.
+_WINDOWS = 1200
 
 
 class _Bar(NamedTuple):
@@ -122,14 +123,14 @@ def _causes(answer: Diagnosis) -> str:
 def _timeline(found: Examined) -> str:
     """Of the last step: computation and communication above, waits below."""
     last = found.times[-1]
-    spans = _joined(last.spans, last.seconds / _MOST_SPANS)
+    spans = in_windows(last.spans, last.seconds / _WINDOWS)
     start = last.spans[0].start if last.spans else 0.0
     scale = _WIDE / max(last.seconds, 1e-12)
     shapes = []
     for span in spans:
         is_gap = span.part in parts.IDLE and span.part != parts.BETWEEN
         y = 44.0 if is_gap else 4.0
-        words = f"{span.part} {span.what}".strip()
+        words = f"{span.part} {span.what.removeprefix('-')}".strip()
         words += f": {1e3 * span.seconds:.3f} ms at {1e3 * (span.start - start):.2f} ms"
         wide = max(span.seconds * scale, 0.8 if is_gap else 0.0)
         shapes.append(_rect((span.start - start) * scale, y, wide, _HIGH, _color(span.part), words))
@@ -142,17 +143,32 @@ def _timeline(found: Examined) -> str:
     return f'<p class="note">{note}</p>{_svg(104.0, shapes, "timeline of one step")}'
 
 
-def _joined(spans: Sequence[Stretch], least_s: float) -> list[Stretch]:
-    """Neighbours of one part are one rectangle; short ones join those before them."""
-    found: list[Stretch] = []
+def in_windows(spans: Sequence[Stretch], window_s: float) -> Iterator[Stretch]:
+    """Yield fewer spans with the same seconds of each part: successive ones shorter than a window
+    become one of each part, the longest first, as soon as they fill a window."""
+    small: list[Stretch] = []
     for span in spans:
-        last = found[-1] if found else None
-        short = span.seconds < least_s and span.part not in parts.IDLE
-        if last is not None and (last.part == span.part or short or span.part == parts.BETWEEN):
-            found[-1] = Stretch(last.part, last.start, span.end, last.what)
-        else:
-            found.append(span)
-    return found
+        if span.seconds < window_s:
+            small.append(span)
+            if span.end - small[0].start < window_s:
+                continue
+        yield from _by_part(small)
+        small = []
+        if span.seconds >= window_s:
+            yield span
+    yield from _by_part(small)
+
+
+def _by_part(spans: Sequence[Stretch]) -> Iterator[Stretch]:
+    seconds: dict[str, float] = defaultdict(float)
+    causes: dict[str, str] = {}
+    for span in spans:
+        seconds[span.part] += span.seconds
+        causes.setdefault(span.part, span.what)
+    start = spans[0].start if spans else 0.0
+    for part in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        yield Stretch(part, start, start + seconds[part], causes[part])
+        start += seconds[part]
 
 
 def _ranks(answer: Diagnosis) -> str:
