@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,9 +109,22 @@ def test_a_coefficient_to_keep_is_checked(word: str, rule: str, tmp_path: Path, 
     assert not out.exists()
 
 
-def test_predict_says_of_how_many_rows(tmp_path: Path, cli: Cli) -> None:
+def test_predict_counts_rows_and_verdicts(tmp_path: Path, cli: Cli) -> None:
     cli("predict", GOLDEN / "par4d.csv", "--out", tmp_path / "out.csv")
-    assert "188 of 188" in cli.err
+    assert re.search(r"predicted: 188 of 188 rows \(\d+ fit, \d+ uncertain, \d+ do not", cli.err)
+
+
+def test_predict_without_out_prints_what_it_would_write(tmp_path: Path, cli: Cli) -> None:
+    table = GOLDEN / "par4d.csv"
+    cli("predict", table, "--out", tmp_path / "out.csv")
+    written = (tmp_path / "out.csv").read_text()
+    assert cli("predict", table, "--format", "csv") == written
+    first = next(csv.DictReader(written.splitlines()))
+    assert cli.json("predict", table)[0]["step_s"] == float(first["step_s"])
+    page = cli("predict", table)
+    assert "s/step" in page
+    assert f"{float(first['step_s']):.4g}" in page
+    assert "predicted: 188 of 188 rows" in page
 
 
 def test_fit_then_predict_and_score_with_it(tmp_path: Path, cli: Cli) -> None:

@@ -23,6 +23,7 @@ from fourfold.units import counted
 from fourfold.verbs.advise import AdviseRequest
 from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
 from fourfold.verbs.export import Support, SupportRequest, SupportRow
+from fourfold.verbs.predict import PredictedTable
 from fourfold.verbs.requests import PlanRequest, decided
 
 _CALENDAR = """\
@@ -103,7 +104,8 @@ def _read(args: Any, table: dict[str, Any], show: OnEvent) -> CalendarRequest:
 
 
 _PREDICT = """\
-example:
+examples:
+  fourfold predict rows.csv
   fourfold predict rows.csv --out predicted.csv
   fourfold predict rows.csv --out predicted.csv --calibration mine.json
   fourfold predict rows.csv --out predicted.csv --cluster my64.toml
@@ -114,37 +116,52 @@ _MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,me
 
 @command(
     option("rows", "runs to predict, in the reference schema", "ROWS.csv"),
-    option("--out", "file for the predictions", "OUT.csv", required=True),
+    option("--out", "file for the predictions (default: print them)", "OUT.csv"),
     *options.of(PlanRequest, "cluster", "calibration", rare=False),
     options.FORCE,
     examples=_PREDICT,
-    formats=False,
 )
 def predict(args: Any, show: OnEvent) -> Output:
     """Predict step time, memory and fit of every row of a table in the reference schema.
 
-    Writes one line per row: row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,
-    mem_gb,fits,fit_chance,reason,provenance. The interval contains 80% of measured runs. A row that
-    cannot be predicted keeps its line, empty except for the reason. mem_gb is in GiB, for the rank
-    the stack prints (rank 0 for nanotron, the fullest elsewhere); fits is decided by the fullest
-    stage: a chance of at least a half. provenance: measured (this stack, this machine, within
-    measured sizes), near (beyond those sizes, or machines like it), blended (its engine elsewhere,
-    or other engines on such GPUs) or physics.
+    Prints a table; --out writes a CSV, which --format csv prints: row_id,step_s,step_s_low,
+    step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,mem_gb,fits,fit_chance,reason,provenance. The
+    interval contains 80% of measured runs. A row that cannot be predicted keeps its line, empty
+    except for the reason. mem_gb is in GiB, for the rank the stack prints (rank 0 for nanotron, the
+    fullest elsewhere); fits is decided by the fullest stage: a chance of at least a half.
+    provenance: measured (this stack, this machine, within measured sizes), near (beyond those
+    sizes, or machines like it), blended (its engine elsewhere, or other engines on such GPUs) or
+    physics.
     """
-    files.require_mine(args.out, mark=_MARK, force=bool(args.force))
+    if args.out:
+        files.require_mine(args.out, mark=_MARK, force=bool(args.force))
     machine = {"cluster": args.cluster, "calibration": args.calibration}
     answer = fourfold.predict_table(args.rows, **machine, on_event=show)
+    if not args.out:
+        return Output.of(answer, lambda: _predictions_page(answer))
     files.write_text(args.out, answer.csv())
-    left = answer.predicted - answer.fit - answer.may_fit
-    show(
-        Event(
-            f"{answer.predicted} of {counted(len(answer.row_ids), 'row')} predicted,"
-            f" {answer.fit} fit, "
-            f"{answer.may_fit} may, {left} do not; calibration {answer.calibration}; "
-            f"written to {args.out}"
-        )
-    )
+    show(Event("\n".join([*_prediction_totals(answer), f"wrote: {args.out}"])))
     return Output(raw="")
+
+
+def _predictions_page(answer: PredictedTable) -> list[Part]:
+    columns = named(
+        "row=row_id", "s/step=step_s:.4g", "80% from=step_s_low:.4g", "to=step_s_high:.4g",
+        "GiB=mem_gb:.4g", "fits=fit_chance:.0%", "TFLOP/s=tflops_gpu:.4g", "MFU %=mfu_pct:.3g",
+        "priced by=provenance", "remark=reason",
+    )  # fmt: skip
+    rows = answer.plain()
+    shown = columns if any(row["reason"] for row in rows) else columns[:-1]
+    return [table(rows, *shown), "", *_prediction_totals(answer)]
+
+
+def _prediction_totals(answer: PredictedTable) -> list[str]:
+    does_not = answer.predicted - answer.fit - answer.may_fit
+    return [
+        f"predicted: {answer.predicted} of {counted(len(answer.row_ids), 'row')} "
+        f"({answer.fit} fit, {answer.may_fit} uncertain, {does_not} do not fit)",
+        f"calibration: {answer.calibration}",
+    ]
 
 
 _ADVISE = """\

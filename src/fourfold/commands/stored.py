@@ -13,6 +13,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output, table_csv
 from fourfold.result.files.run_file import INDEX, RUN_FILE
+from fourfold.result.files.store import require_store
 from fourfold.show.bench import page
 from fourfold.show.runs import diff_page, runs_page
 from fourfold.show.table import Grid, Part
@@ -52,8 +53,7 @@ def runs(args: Any, show: OnEvent) -> Output:
     show RUN' prints one run in full.
     """
     request = options.load(RunsRequest, args)
-    hint = "measure something with 'fourfold bench' first"
-    check.that(Path(request.runs).is_dir(), "runs", request.runs, "is not a run store", hint)
+    require_store(request.runs)
     answer = fourfold.runs(request, on_event=show)
     return Output.of(answer, lambda: runs_page(answer, request.runs))
 

@@ -116,6 +116,10 @@ class PredictedTable:
     fit: int
     may_fit: int
 
+    def plain(self) -> list[dict[str, Any]]:
+        """Return the rows with numbers as numbers; None where a row cannot be predicted."""
+        return [{name: _value(name, cell) for name, cell in row.items()} for row in self.rows()]
+
     def rows(self) -> list[dict[str, Any]]:
         return [dict(zip(FIELDS, row, strict=True)) for row in self._cells()]
 
@@ -138,6 +142,13 @@ class PredictedTable:
         return zip(
             self.row_ids, *texts, verdicts, chances, rows.reasons, rows.provenance, strict=True
         )
+
+
+def _value(name: str, cell: str) -> str | float | bool | None:
+    if name in ("row_id", "reason", "provenance"):
+        return cell
+    number = float(cell) if cell else None
+    return bool(number) if name == "fits" and number is not None else number
 
 
 def predict_table(

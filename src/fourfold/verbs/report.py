@@ -13,7 +13,7 @@ from fourfold.cost.count.flops import convention
 from fourfold.cost.memory.peak import GIB
 from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.result.files.store import Stored
+from fourfold.result.files.store import Stored, require_store
 from fourfold.result.record import Record
 from fourfold.search.running_score import Judged, RunningScore, scores, stored_predictions
 from fourfold.spec import check
@@ -124,13 +124,15 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
     fits are no measurements."""
     found: list[Record] = []
     seen: list[Stored | None] = []
+    if not request.sources:
+        require_store(request.runs)
     for source in request.sources or (request.runs,):
         if Path(source).is_dir():
             chosen = chosen_runs(dataclasses.replace(request, runs=source), on_event)
             stored = [item for item in chosen if request.tag or item.summary.tag != TRIAL_TAG]
             seen += stored
             found += [published(item.summary, at) for at, item in enumerate(stored)]
-        elif request.sources:
+        else:
             document = read_file(source)
             rows = [_with_bytes(r) for r in records(document) if r.outcome != "absent"]
             found += _predicted(source, rows)
@@ -139,9 +141,6 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
                 headings = ", ".join(f"'{heading}'" for heading in unread(table))
                 if headings:
                     on_event(Event(f"{source}: ignored columns: {headings}"))
-        else:
-            hint = "measure something with 'fourfold bench' first"
-            raise UserError("is not a run store", field="runs", value=source, hint=hint)
     return found, seen
 
 

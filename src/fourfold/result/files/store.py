@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold import files
-from fourfold.errors import UserError, inside
+from fourfold.errors import UserError, inside, shorten
 from fourfold.escape import one_line
 from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
@@ -59,6 +59,14 @@ def _summary_of(folder: Path) -> Record:
 def to_stderr(message: str) -> None:
     if sys.stderr is not None:
         print(f"warning: {one_line(message)}", file=sys.stderr)
+
+
+def require_store(folder: str) -> None:
+    """Refuse a folder that does not exist: 'no run store at ./runs'."""
+    if not Path(folder).is_dir():
+        shown = folder if os.path.isabs(folder) else f"./{os.path.normpath(folder)}"
+        hint = "store a run with 'fourfold bench', or name a store's folder with --runs"
+        raise UserError(f"no run store at {shorten(shown)}", hint=hint)
 
 
 class Store:
