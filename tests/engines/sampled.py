@@ -43,9 +43,8 @@ VENVS = {
     "megatron": "megatron",
     "torchtitan": "torchtitan-0.3",
     "torchtitan-0.2": "torchtitan-0.2",
-    "nanotron": "nanotron",
 }
-STACKS = {"megatron": "megatron-bridge-2026", "nanotron": "nanotron-2025"}
+STACKS = {"megatron": "megatron-bridge-2026"}
 
 
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
@@ -142,13 +141,13 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         batch=one.batch,
         policy=one.policy,
     )
-    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack, release=engine)
+    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack)
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)
     if one.model.moe and one.model.moe.choice_bias:  # which these engines do not count
         params -= one.model.experts * one.model.moe_layers
-    if engine in ("megatron", "nanotron"):  # rows are added until tp divides the vocabulary
+    if engine == "megatron":  # rows are added until tp divides the vocabulary
         rows = -one.model.vocab % one.layout.tp
         params += rows * one.model.hidden * (1 if one.model.tied else 2)
     return {
@@ -219,10 +218,10 @@ def read_back(engine: str, setups: list[Setup], folder: Path) -> list[dict[str, 
             (here / name).write_text(text)
         words = (here / "engine.args").read_text().split()
         cases.append(
-            {"args": words, "folder": str(here), "config": str(here / "config.yaml"),
+            {"args": words, "folder": str(here),
              "world": one.layout.world, "layers": one.model.layers}
         )  # fmt: skip
-    script = {"megatron": "megatron_read.py", "nanotron": "nanotron_read.py"}
+    script = {"megatron": "megatron_read.py"}
     reader = Path(__file__).with_name(script.get(engine, "titan_read.py"))
     done = subprocess.run(
         [python, reader], input=json.dumps(cases), capture_output=True, text=True, check=False,

@@ -72,7 +72,7 @@ def test_the_page_says_the_answer_and_how_to_run_it(view, page_file, answer) -> 
                                                    *ASKED[3:5], *ASKED[11:]])  # fmt: skip
     engines = shown.page.locator("#exports summary").all_inner_texts()
     assert [name.partition(":")[0] for name in engines] == [
-        "megatron", "torchtitan", "torchtitan-0.2", "nanotron", "torchrun",
+        "megatron", "torchtitan", "torchtitan-0.2", "torchrun",
     ]  # fmt: skip
     shown.page.locator("#exports summary").first.click()
     assert "--tensor-model-parallel-size" in shown.text("#exports pre >> nth=0")
@@ -121,7 +121,7 @@ def test_the_page_says_what_is_planned_and_compares(view, page_file, answer) -> 
     engines = [
         cell.inner_text() for cell in shown.page.locator("#engine-grid td:nth-child(1)").all()
     ]
-    assert {"megatron", "torchtitan", "torchrun"} <= set(engines)  # nanotron scales no rope
+    assert {"megatron", "torchtitan", "torchrun"} <= set(engines)
     sizes = shown.page.evaluate("F.data.sizes.map((one) => [one.gpus, one.step_s])")
     assert [16, best.step_s] in sizes
     assert min(gpus for gpus, _ in sizes) < 16

@@ -15,7 +15,7 @@ from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
 Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
-BY_COST = 3.0  # `balanced` of our engine
+BY_COST = 2.0  # `balanced` of our engine
 # Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
 OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
 

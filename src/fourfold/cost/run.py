@@ -13,7 +13,7 @@ from fourfold.cost.columns import BY_COST, DEFAULTS, OPTIMIZERS, Columns, column
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
-from fourfold.cost.stacks import RELEASES, stack_defaults
+from fourfold.cost.stacks import stack_defaults
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -189,19 +189,15 @@ def run_facts(
     cluster: Cluster,
     stack: str,
     points: Mapping[str, Any] | None = None,
-    release: str = "",
 ) -> dict[str, Any]:
     """Every fact of one run, or of many that differ in `points`: columns of CHOSEN fields, and
-    `global_batch`, `seq_len` and `gpus` where those differ too. `release`: of cost/stacks.RELEASES,
-    where that will run it, not the measured engine."""
+    `global_batch`, `seq_len` and `gpus` where those differ too."""
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
     return {
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy.dtypes.compute),
         **policy_facts(spec.policy, stack, cluster.device),
         **format_facts(spec.policy, stack, generation_of(cluster.device)),
-        # Where a release cuts stages otherwise than the measured engine.
-        **({"balanced": 2.0} if release and RELEASES[release].stage_rule == "passing" else {}),
         "seq": run.get("seq_len", spec.batch.seq_len),
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
@@ -235,10 +231,8 @@ def _recompute_facts(spec: RunSpec, run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def columns_of(
-    specs: Sequence[RunSpec], *, cluster: Cluster, stack: str, release: str = ""
-) -> Columns:
-    facts = [run_facts(spec, cluster, stack, release=release) for spec in specs]
+def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Columns:
+    facts = [run_facts(spec, cluster, stack) for spec in specs]
     names = {name: None for fact in facts for name in fact}
     values = {name: [fact.get(name, DEFAULTS.get(name)) for fact in facts] for name in names}
     return columns(len(facts), **values)
@@ -250,10 +244,9 @@ def varied_columns(
     *,
     cluster: Cluster,
     stack: str,
-    release: str = "",
     is_open: bool = False,
 ) -> Columns:
     """Columns of as many runs as there are points, alike but for those; `is_open`: points and facts
     keep their shapes, which broadcast."""
-    facts = run_facts(spec, cluster, stack, points, release)
+    facts = run_facts(spec, cluster, stack, points)
     return columns(None if is_open else len(points["pp"]), **facts)

@@ -43,8 +43,7 @@ class EngineRules:
     whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
     equal_rounds: bool = False  # interleaving needs rounds of equal size, of stages or more
     # Which stages it can cut: "any"; "even": equal ones, but for fewer layers, or none, at both
-    # ends; "filled" to a number of layers a stage, in order, none left empty; "passing": a stage
-    # ends with the layer that passes its share of layers and head.
+    # ends; "filled" to a number of layers a stage, in order, none left empty.
     stage_rule: str = "any"
     even_pieces: bool = False  # early and late pieces of the sequence also under Ulysses
     ulysses_copies_kv: bool = True  # KV heads are repeated until Ulysses can deal them

@@ -15,7 +15,7 @@ from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import release_of, year_of
+from fourfold.cost.stacks import year_of
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
@@ -44,12 +44,10 @@ def predict(
     profile: HardwareProfile | None = None,
     calibration: Calibration | None = None,
     stack: str = "fourfold",
-    release: str = "",
     cores: int = 1,
 ) -> list[Prediction]:
-    """One answer for each spec, in their order, as the stack's engine would run it (or a `release`
-    of cost/stacks.py). `cluster` may depend on a run's ranks; `cores` is this host's. Whether it
-    fits is the caller's to add."""
+    """One answer for each spec, in their order, as the stack's engine would run it. `cluster` may
+    depend on a run's ranks; `cores` is this host's. Whether it fits is the caller's to add."""
     answers: dict[int, Prediction] = {}
     by_ranks: dict[tuple[int, bool], list[int]] = {}
     for at, spec in enumerate(specs):
@@ -62,8 +60,7 @@ def predict(
         engine = match_stack(stack, machine, known, experts=has_experts)
         entry, _ = entry_for(known, engine, machine, experts=has_experts)
         asked = [_as_planned(specs[at], stack, engine) for at in places]
-        writes = release or release_of(stack)
-        c = columns_of(asked, cluster=machine, stack=engine, release=writes)
+        c = columns_of(asked, cluster=machine, stack=engine)
         many, words = predictions(c, entry), provenance(c, entry)
         for i, at in enumerate(places):
             chance = float(many.fits[i]) if named is not None else None

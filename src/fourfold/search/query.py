@@ -101,7 +101,6 @@ class PlanQuery:
             points,
             cluster=self.cluster,
             stack=self.stack,
-            release=self.release,
             is_open=is_open,
         )
 

@@ -189,7 +189,6 @@ class Predictor:
             profile=self.profile,
             calibration=self.calibration,
             stack=self.stack,
-            release=self.release,
             cores=core_count(),
         )
 

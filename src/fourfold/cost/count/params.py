@@ -233,11 +233,6 @@ def stage_layers(model: ModelShape, stages: int, seq_len: int) -> tuple[range, .
     return split_layers(model.layers, stages, EMBEDDING_COST, round(head_cost(model, seq_len), 6))
 
 
-def passing_unit(hidden: Whole, ffn: Whole) -> Whole:
-    """Rows of the vocabulary that cost as much as a layer, as if no heads shared keys."""
-    return 4 * hidden + 3 * ffn
-
-
 def end_layers(layers: Whole, stages: Whole, further: Whole = 0) -> tuple[Whole, Whole]:
     """(layers of the first, of the last stage) where all stages between hold the same, rounded up:
     what Megatron gets by counting embedding and loss as layers, or by uneven ends. `further` of the

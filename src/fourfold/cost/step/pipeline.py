@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fourfold.cost import dispatch
 from fourfold.cost.columns import BY_COST, Columns, Floats
-from fourfold.cost.count.params import EMBEDDING_COST, end_layers, passing_unit, split_layers
+from fourfold.cost.count.params import EMBEDDING_COST, end_layers, split_layers
 from fourfold.cost.kinds import active_weights
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
-# Values of Columns.balanced.
-_PASSING = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +26,19 @@ class StageLayers:
     last: Floats
 
 
-def passing_edges(layers: Floats, head: Floats, stages: Floats, stage: Floats) -> Floats:
-    """Layers before `stage` (from 0) where a stage ends with the layer that passes its share of
-    layers and head, in units of a layer. Columns."""
-    passed = np.floor((layers + head) / stages * stage) + 1.0
-    return np.where(stage < 1, 0.0, np.where(stage >= stages, layers, np.minimum(passed, layers)))
-
-
 def stage_layers(c: Columns) -> StageLayers:
     """Equal stages with the remainder in the first ones; fewer in the last one by what the head
-    costs, counted in layers (balanced engines); or fewer at both ends (even stages); or as many as
-    pass a stage's share (balanced 2); or as our engine cuts (balanced 3)."""
+    costs, counted in layers (balanced engines); or fewer at both ends (even stages); or as our
+    engine cuts (balanced 2)."""
     even = np.ceil(c.layers / c.pp)
     short = _last_with_head(c, c.pp)
     rest = np.where(c.pp > 1, (c.layers - short) / np.maximum(1.0, c.pp - 1.0), c.layers)
     uneven = (c.balanced > 0) & (c.pp > 1)
     middle = np.where(uneven, np.ceil(rest), even)
     last = np.where(uneven, short, np.where(c.pp > 1, np.floor(c.layers / c.pp), even))
-    passes = (c.balanced == _PASSING) & (c.pp > 1)
-    edge = partial(passing_edges, c.layers, c.vocab / passing_unit(c.hidden, c.ffn), c.pp)
-    first = np.where(passes, edge(np.ones(1)), middle)
-    middle = np.where(passes, even, middle)
-    last = np.where(passes, c.layers - edge(c.pp - 1.0), last)
     left, right = end_layers(c.layers, c.pp, c.mtp)
     ends = (c.even_stages > 0) & (c.pp > 1) & (left >= 0)
-    cut = StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
+    cut = StageLayers(np.where(ends, left, middle), middle, np.where(ends, right, last))
     ours = (c.balanced == BY_COST) & (c.pp > 1)
     if not np.any(ours):
         return cut
@@ -111,9 +96,6 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     lean = np.floor((c.layers - short) / others) + (place < (c.layers - short) % others)
     lean[-1] = short
     counts = np.where(c.balanced > 0, lean, counts)
-    head, edge = c.vocab / passing_unit(c.hidden, c.ffn), np.arange(chunks + 1.0)[:, None]
-    passing = np.diff(passing_edges(c.layers, head, np.array(float(chunks)), edge), axis=0)
-    counts = np.where(c.balanced == _PASSING, passing, counts)
     if np.any(c.balanced == BY_COST):
         facts = (c.layers, np.array(float(chunks)), head_layers(c))
         own = map_unique(facts, _of_chunks, (chunks,))

@@ -206,6 +206,9 @@ def _writer(engine: ExportEngine) -> Any:
 
 def _entry(engine: str) -> ExportEngine:
     if engine not in EXPORTS:
+        rule = "unknown engine"
+        if is_known(engine):
+            rule = "is planned and its logs are read, but no settings are written for it"
         hint = f"use one of {', '.join(ENGINES)}"
-        raise UserError("unknown engine", field="export", value=engine, hint=hint)
+        raise UserError(rule, field="export", value=engine, hint=hint)
     return EXPORTS[engine]

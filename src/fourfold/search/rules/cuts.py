@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fourfold.cost.count.params import end_layers, passing_unit
+from fourfold.cost.count.params import end_layers
 from fourfold.search.rules.case import (
     ULYSSES,
     Rule,
@@ -129,10 +129,6 @@ def _stage_layers(c: RuleCase) -> Truth:
         # The ends may be short, down to the embedding or the head alone.
         further = c.model.mtp or 0 if c.stack.predicts_further else 0
         odd = end_layers(layers + further, chunks, further)[0] < 0
-    elif c.stack.stage_rule == "passing":
-        # Else the head lies on a stage before the last, which is left with the loss alone.
-        head = c.model.vocab / passing_unit(c.model.hidden, c.model.ffn)
-        odd = head * (c.pp - 1) >= layers
     else:
         return False
     return (c.pp > 1) & (chunks <= layers) & odd
