@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import pytest
 
 import fourfold
-from fourfold.cost.stacks import STACKS, stack_rules, year_of
+from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.page.plan import plan_data
 from fourfold.result.report import Prediction
@@ -33,6 +33,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, running_schedule
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
 from fourfold.verbs.machine import Predictor
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.page.serving import serving
 from tests.search.asking import SHIPPED, ask
@@ -198,9 +199,13 @@ def same_rules(one: str, other: str) -> bool:
 
 
 def require_equal_row(spec: RunSpec, stack: str, cluster: Cluster, folder: Path) -> None:
-    """A run of which a table's columns say all, predicted from a table and from itself."""
+    """A run of which a table's columns say all, predicted from a table and from itself: a row
+    without dtypes of gradients has the habits of its stack."""
     recompute, virtual = spec.policy.recompute, spec.policy.virtual_stages
+    wire, held = stack_defaults(stack).gradient_bytes("bf16")
     policy = Policy(
+        reduce_dtype="bf16" if wire < 4.0 else "fp32",
+        grad_dtype="bf16" if held < 4.0 else "fp32",
         sharding=spec.policy.sharding,
         recompute=recompute if recompute in ("none", "full") else "none",
         sequence_parallel=spec.policy.sequence_parallel,
@@ -273,6 +278,60 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         assert [*map(bare, alone)] == [ranking.predicted.one(i) for i in range(len(ranking))]
 
 
+# Spellings of engines on this cluster, and the measured stack that each stands for there.
+SPELLINGS = {
+    "megatron": "megatron-bridge-2026",
+    "Megatron": "megatron-bridge-2026",
+    "megatron-bridge": "megatron-bridge-2026",
+    "megatron-bridge-2026": "megatron-bridge-2026",
+    "Megatron-Bridge-2026": "megatron-bridge-2026",
+    "megatron-bridge-2025": "megatron-bridge-2025",
+    "megatron-lm": "megatron-lm-2025",
+    "megatron-lm-2025": "megatron-lm-2025",
+    "nemo": "nemo-2025",
+    "nemo-2025": "nemo-2025",
+}
+
+
+def _spelled(stack: str) -> tuple[PlanRequest, RunSpec]:
+    """A question that leaves nothing open, and its run."""
+    request = PlanRequest(
+        model="llama-3.1-8b", cluster="nvidia-h100", gpus=16, layout="dp8 tp2", seq_len=4096,
+        global_batch=128, micro_batch=1, policy={"sharding": "zero1"}, stack=stack,
+    )  # fmt: skip
+    sizes = {"seq_len": 4096, "micro_batch": 1, "global_batch": 128}
+    return request, run_spec("llama-3.1-8b", Layout(shard=8, tp=2), **sizes)
+
+
+def test_plan_and_predict_agree_bit_for_bit_however_an_engine_is_spelt() -> None:
+    prices: dict[str, set[tuple[float, float]]] = {}
+    for stack, stands_for in SPELLINGS.items():
+        request, run = _spelled(stack)
+        best = fourfold.plan(request).best
+        row = fourfold.explain(request, best.layout).explanation.row
+        alone = fourfold.predict(run, stack, cluster="nvidia-h100")
+        again = fourfold.predict(
+            replace(run, policy=best.policy), stands_for, cluster="nvidia-h100"
+        )
+        found = prices.setdefault(stands_for, set())
+        found |= {(one.step_s, one.peak_bytes) for one in (best, row, alone, again)}
+    assert {stack: len(found) for stack, found in prices.items()} == dict.fromkeys(prices, 1)
+
+
+def test_plan_takes_fp32_gradients_of_every_stack_unless_told() -> None:
+    for stack in MEASURED:
+        request = replace(_spelled(stack)[0], micro_batch=0, policy={}, layout="")
+        policy = resolved(request)[0].policy
+        for name in ("grad_dtype", "reduce_dtype"):
+            usual = stack_defaults(stack).gradient_bytes("bf16")
+            assert getattr(policy, name) == "fp32" or (getattr(policy, name), usual) == (
+                None,
+                (4.0, 4.0),
+            )
+    request = replace(_spelled("megatron-bridge-2026")[0], policy={"grad_dtype": "bf16"})
+    assert resolved(request)[0].policy.reduce_dtype == "bf16"
+
+
 @pytest.fixture(scope="module")
 def planner() -> Iterator[str]:
     """The address of a served one."""
@@ -323,6 +382,6 @@ def require_equal_served(address: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.slow)])
-def test_the_served_planner_and_exports_say_the_same(planner: str, seeds: range) -> None:
+def test_served_plans_and_exports_agree_bit_for_bit(planner: str, seeds: range) -> None:
     for seed in seeds:
         require_equal_served(planner, seed)

@@ -30,7 +30,7 @@ def ask(
         cluster=cluster,
         gpus=gpus,
         batch=Batch(seq_len=4096, global_batch=48),
-        policy=usual_policy(stack, Policy(), set(), recipe=True),
+        policy=usual_policy(stack, Policy(), set()),
         stack=stack,
         entry=entry,
         calibration="shipped",

@@ -15,11 +15,10 @@ from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import year_of
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
-from fourfold.search.query import entry_for, summed
+from fourfold.search.query import entry_for, with_gradient_dtypes
 from fourfold.search.stack_names import match_stack
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
@@ -59,7 +58,7 @@ def predict(
         known = known or calibrations.shipped()
         engine = match_stack(stack, machine, known, experts=has_experts)
         entry, _ = entry_for(known, engine, machine, experts=has_experts)
-        asked = [_as_planned(specs[at], stack, engine) for at in places]
+        asked = [with_planned_gradients(specs[at], engine) for at in places]
         c = columns_of(asked, cluster=machine, stack=engine)
         many, words = predictions(c, entry), provenance(c, entry)
         for i, at in enumerate(places):
@@ -72,10 +71,9 @@ def predict(
     return [answers[at] for at in range(len(specs))]
 
 
-def _as_planned(spec: RunSpec, stack: str, engine: str) -> RunSpec:
-    """The run with sums of gradients as 'plan' has them for this name of an engine."""
-    recipe = year_of(stack) is not None
-    return replace(spec, policy=summed(engine, spec.policy, recipe=recipe))
+def with_planned_gradients(spec: RunSpec, stack: str) -> RunSpec:
+    """Return the run with the gradients' dtypes that 'plan' has for this stack."""
+    return replace(spec, policy=with_gradient_dtypes(stack, spec.policy))
 
 
 def state_bytes(spec: RunSpec) -> float:

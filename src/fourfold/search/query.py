@@ -132,15 +132,15 @@ def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
 
 
-def summed(stack: str, policy: Policy, *, recipe: bool) -> Policy:
-    """With the format that Megatron sums and sends gradients in, for which it has one buffer: fp32
-    unless stated, or unless a measured `recipe` is asked for, which may do that in bf16."""
-    usual = stack_defaults(stack)
-    stated = policy.grad_dtype or policy.reduce_dtype
-    if usual.rules != "megatron" or (stated is None and recipe):
-        return policy
-    if stated is None and usual.gradient_bytes(policy.dtypes.compute)[1] < 4.0:
+def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
+    """Return the policy with the dtypes that a stack accumulates and reduces gradients in: those of
+    the precision (fp32 unless it is a pure one), whatever its measured runs did, unless stated.
+    Megatron has one buffer for both, so one stated dtype is both there."""
+    usual, stated = stack_defaults(stack), policy.grad_dtype or policy.reduce_dtype
+    if stated is None and min(usual.gradient_bytes(policy.dtypes.compute)) < 4.0:
         stated = "fp32" if policy.dtypes.grad == "fp32" else None
+    elif usual.rules != "megatron":
+        return policy
     wire, held = policy.reduce_dtype or stated, policy.grad_dtype or stated
     return replace(policy, reduce_dtype=wire, grad_dtype=held)
 
@@ -149,9 +149,7 @@ def summed(stack: str, policy: Policy, *, recipe: bool) -> Policy:
 _HABITS = ("sequence_parallel", "compile", "attention", "grad_dtype", "reduce_dtype")
 
 
-def usual_policy(
-    stack: str, policy: Policy, decided: set[str], *, recipe: bool, release: bool = False
-) -> Policy:
+def usual_policy(stack: str, policy: Policy, decided: set[str], *, release: bool = False) -> Policy:
     """The engine's habits where the user decided nothing; `release`: of today's engine, priced by
     what was measured of this stack."""
     usual = stack_defaults(stack)
@@ -164,7 +162,7 @@ def usual_policy(
     if "attention" not in decided and stack.startswith("megatron-deepspeed") and not release:
         # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
         changes["attention"] = "fused-softmax"
-    return summed(stack, replace(policy, **changes), recipe=recipe)
+    return with_gradient_dtypes(stack, replace(policy, **changes))
 
 
 def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
@@ -172,9 +170,7 @@ def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
     by the user stays, habits are that stack's."""
     plain = Policy()
     open_habits = {name: getattr(plain, name) for name in _HABITS if name not in query.decided}
-    return usual_policy(
-        stack, replace(policy, **open_habits), {*query.decided}, recipe=False, release=True
-    )
+    return usual_policy(stack, replace(policy, **open_habits), {*query.decided}, release=True)
 
 
 def entry_for(

@@ -234,7 +234,7 @@ def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
 def _settings(model: ModelShape, engine: str, stack: str) -> str:
     """Return 'yes', or why --export of an engine writes no settings of a model, however it is laid
     out."""
-    policy = usual_policy(stack, Policy(), set(), recipe=False, release=True)
+    policy = usual_policy(stack, Policy(), set(), release=True)
     batch = Batch(seq_len=_TOKENS, global_batch=1)
     setup = Setup(
         model=model, layout=Layout(), batch=batch, policy=policy, host_gpus=1, stack=stack

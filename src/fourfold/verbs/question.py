@@ -10,7 +10,7 @@ from typing import Any
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, with_experts, year_of
+from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, with_experts
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -115,7 +115,6 @@ def _with_stack_defaults(request: PlanRequest, stack: str, policy: Policy) -> Po
         stack,
         policy,
         set(request.policy),
-        recipe=year_of(request.stack or "") is not None,
         release=bool(request.export or release_of(request.stack or "")),
     )
 
