@@ -6,6 +6,7 @@ import pytest
 
 from fourfold import PlanRequest, explain, plan
 from fourfold.errors import UserError
+from fourfold.show.plan import page
 
 ASK = {"gpu": "h100-80gb", "gpus": 64, "seq_len": 4096, "global_batch": 512, "stack": "megatron"}
 CASES = [
@@ -57,3 +58,19 @@ def test_scaling_is_refused_by_the_gpu_that_lacks_it() -> None:
 def test_explain_fills_dp_from_the_gpus() -> None:
     request = PlanRequest(model="llama-3.1-70b", **ASK)
     assert str(explain(request, "tp4 pp2").explanation.layout) == "pp2 dp8 cp1 tp4"
+
+
+def test_plan_names_a_rounder_batch_where_it_is_clearly_faster() -> None:
+    ask = ASK | {"model": "llama-3.1-70b", "gpus": 128}
+    odd, even = (plan(PlanRequest(**ask | {"global_batch": size})) for size in (250, 256))
+    rounder = odd.rounder_batch
+    assert even.rounder_batch is None
+    assert rounder is not None
+    assert odd.best is not None
+    assert even.best is not None
+    assert (rounder.global_batch, rounder.step_s) == (256, even.best.step_s)
+    faster = even.best.tokens_s_gpu / odd.best.tokens_s_gpu - 1
+    assert rounder.faster_pct == pytest.approx(100 * faster)
+    assert rounder.faster_pct > 3
+    line = f"--global-batch 256: {rounder.step_s:.2f} s per step, {rounder.faster_pct:+.0f}% tokens"
+    assert any(line in part for part in page(odd) if isinstance(part, str))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 from fourfold.errors import UserError
 from fourfold.result.report import Prediction, Remedy
@@ -111,6 +112,7 @@ def remedies(
 
 TRIES = 12  # hosts on each side, and batches
 NEAR = 0.1  # how far another batch may be from the one asked for
+_ROUNDER = 4  # times as many GPUs have to divide a batch that is worth a second search
 
 
 def ways_out(query: PlanQuery) -> list[str]:
@@ -126,6 +128,15 @@ def ways_out(query: PlanQuery) -> list[str]:
         batch = _first(query, "global_batch", _batches(query))
         found += [f"--global-batch {batch}"] if batch else []
     return found
+
+
+def rounder_batch(query: PlanQuery) -> int | None:
+    """Return a batch near the asked one that far more of the GPUs divide; None where there is none,
+    or the batch grows in a ramp."""
+    gpus, asked = query.gpus, query.batch.global_batch
+    near = [] if query.batch.ramp else _batches(query)
+    rounder = [size for size in near if gcd(size, gpus) >= _ROUNDER * gcd(asked, gpus)]
+    return next(iter(rounder), None)
 
 
 def _batches(query: PlanQuery) -> list[int]:

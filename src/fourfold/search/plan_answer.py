@@ -173,6 +173,17 @@ class MeasuredBest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RounderBatch:
+    """A batch near the asked one, which more GPUs divide, at its own fastest layout."""
+
+    global_batch: int
+    layout: str
+    step_s: float
+    tokens_s_gpu: float
+    faster_pct: float  # tokens per second, against the first choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """An expert takes at most `factor` times its even share (0: no limit). `dropped` is the share
     of tokens beyond that; `overflows` the chance that a rank of a layer exceeds as much in a step,
@@ -251,14 +262,15 @@ class PlanAnswer:
     engines: tuple[EngineBest, ...] = ()
     measured: MeasuredBest | None = None  # where the request names runs to compare with
     tried_gpus: tuple[dict[str, Any], ...] = ()
+    rounder_batch: RounderBatch | None = None  # where it is clearly faster
 
     @property
     def best(self) -> PlanRow | None:
         return self.ranked[0] if self.ranked else None
 
     def plain(self) -> dict[str, Any]:
-        found = plain(self)
-        return found if self.routed else {k: v for k, v in found.items() if k != "routed"}
+        absent = {name for name in ("routed", "rounder_batch") if getattr(self, name) is None}
+        return {name: value for name, value in plain(self).items() if name not in absent}
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each ranked layout, a key for every axis, field and number."""

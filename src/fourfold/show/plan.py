@@ -10,7 +10,7 @@ from fourfold.show.table import Column, Grid, Part, named, table
 from fourfold.units import counted, short_s
 
 if TYPE_CHECKING:
-    from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow
+    from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow, RounderBatch
 
 GIB = 2**30
 REMARKS, COLUMNS = 5, 100
@@ -100,6 +100,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
     if first is not None:
         yield from [_training(plan, first)] if first.training_s else []
         yield from [compared(plan.measured, first)] if plan.measured else []
+        yield from [_rounder(plan.rounder_batch)] if plan.rounder_batch else []
         yield from _beside(plan, first)
     yield from routing(plan)
     yield source(plan)
@@ -120,6 +121,13 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
     if others:
         named = ", ".join(f"{one['gpus']}: {short_s(one['step_s'])} s" for one in others[:6])
         yield f"best step time with fewer GPUs: {named}{', ...' if len(others) > 6 else ''}"
+
+
+def _rounder(batch: RounderBatch) -> str:
+    return (
+        f"--global-batch {batch.global_batch}: {short_s(batch.step_s)} s per step, "
+        f"{batch.faster_pct:+.0f}% tokens/s ({batch.layout})"
+    )
 
 
 def _training(plan: PlanAnswer, row: PlanRow) -> str:

@@ -20,6 +20,7 @@ from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.texts import DATA, data, text
 
 T = TypeVar("T")
+_LISTED = 8  # presets of a family in one line of an error
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 _HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # Small models that `verify` trains, as different as families get: learned positions; ALiBi, a norm
@@ -98,9 +99,26 @@ def model(name: str) -> ModelShape:
     if os.path.isfile(os.path.join(name, "config.json")):
         return _model_file(name)
     listed = "'fourfold models' lists them; the path of a config.json works too"
-    near = nearest(key, model_names())  # where none is, the whole list is too long for a line
-    hint = f"{near} ({listed})" if near.startswith("did you mean") else listed
+    near = _near_models(key)
+    hint = f"{near} ({listed})" if near else listed
     raise UserError("unknown model", field="model", value=name, hint=hint)
+
+
+def _near_models(name: str) -> str:
+    """Return 'did you mean ...', or the presets of the same family where the version or the size
+    is another; '' where no preset is like it."""
+    names = model_names()
+    series = re.match(r"[a-z]+", name)
+    full = [preset for preset in names if not preset.endswith(("-tiny", "-mini"))]
+    family = [preset for preset in full if series and preset.startswith(series[0])]
+    near = nearest(name, names)
+    close = near.startswith("did you mean")
+    numbers = re.findall(r"\d+", name)
+    if close and (not numbers or {*numbers} & {*re.findall(r"\d+", near)}):
+        return near
+    if family:
+        return f"known: {', '.join(family[:_LISTED])}{', ...' if len(family) > _LISTED else ''}"
+    return near if close else ""
 
 
 def open_model(table: dict[str, Any], field: str, text: str) -> None:

@@ -25,8 +25,16 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer, best_row
 from fourfold.search.compare import best_of
 from fourfold.search.explain import Explanation, Smallest, explain_ranking, timeline, ways_to_run
+from fourfold.search.fixes import rounder_batch
 from fourfold.search.legal import Refusal
-from fourfold.search.plan_answer import EngineBest, MeasuredBest, PlanAnswer, Routed
+from fourfold.search.plan_answer import (
+    EngineBest,
+    MeasuredBest,
+    PlanAnswer,
+    PlanRow,
+    RounderBatch,
+    Routed,
+)
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
@@ -41,6 +49,8 @@ from fourfold.verbs.machine import known_cluster, planned_calibration, planned_c
 from fourfold.verbs.question import EXPORTED, named_axes, resolved
 from fourfold.verbs.requests import PlanRequest, layout_fields
 from fourfold.verbs.run_requests import OURS
+
+_CLEARLY_FASTER_PCT = 3.0  # of another batch: below that the asked one stands without a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +152,29 @@ def plan(
         ranking, tried = best_of(query, counts, least=request.top)
         found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
         found = replace(found, routed=_routed(request, ranking))
+        found = replace(found, rounder_batch=_rounder_batch(ranking.query, found.best))
         if not compares:
             return found
         return replace(found, engines=_engines(request, found, ours, on_event))
+
+
+def _rounder_batch(query: PlanQuery, first: PlanRow | None) -> RounderBatch | None:
+    """Return a batch near the asked one that trains clearly more tokens per second."""
+    size = rounder_batch(query) if first is not None else None
+    if size is None or first is None:
+        return None
+    batch = replace(query.batch, global_batch=size)
+    row, _ = best_row(rank_layouts(replace(query, batch=batch), least=1))
+    faster_pct = 100 * (row.tokens_s_gpu / first.tokens_s_gpu - 1) if row else 0.0
+    if row is None or faster_pct < _CLEARLY_FASTER_PCT or row.fit_chance < 1 - query.risk:
+        return None
+    return RounderBatch(
+        global_batch=size,
+        layout=str(row),
+        step_s=row.step_s,
+        tokens_s_gpu=row.tokens_s_gpu,
+        faster_pct=faster_pct,
+    )
 
 
 def _routed(request: PlanRequest, ranking: Ranking) -> Routed | None:
