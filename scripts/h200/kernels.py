@@ -56,7 +56,8 @@ MIDDLE, SMALL = Heads(32, 8, 128, 128), Heads(32, 8, 64, 64)
 # kernels.csv has the middle and small heads by cuDNN to 131,072 tokens and by flash to 32,768.
 ATTENTION = [
     *((heads, "cudnn", (8192,)) for heads in (MIDDLE, SMALL)),
-    *((heads, kernel, LENGTHS) for heads in (LATENT, WIDE) for kernel in ("cudnn", "flash")),
+    *((heads, "cudnn", LENGTHS) for heads in (LATENT, WIDE)),
+    (WIDE, "flash", LENGTHS),  # flash takes no values of another size than queries
     *((heads, "efficient", LENGTHS[1:6:2]) for heads in (LATENT, WIDE, MIDDLE, SMALL)),
     *((heads, "flash", LENGTHS[-2:]) for heads in (MIDDLE, SMALL)),
 ]
