@@ -208,8 +208,8 @@ def test_sizes_may_have_units_and_mistakes_are_said() -> None:
     for name, value in bad.items():
         with pytest.raises(UserError, match=name):
             fourfold.PlanRequest(**asked | {"seq_len": 1, "global_batch": 1, name: value})
-    with pytest.raises(TypeError, match="'gpu'"):  # which would be left out of the answer
-        fourfold.predict({"model": "mpt-7b"}, gpu="h100-80gb")
+    with pytest.raises(TypeError, match="'gpus'"):  # which would be left out of the answer
+        fourfold.predict({"model": "mpt-7b"}, gpus=8)
     with pytest.raises(TypeError, match="'clustr'"):
         fourfold.stacks(clustr="jean-zay")
     with pytest.raises(UserError, match="decides every axis"):

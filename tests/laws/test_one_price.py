@@ -318,6 +318,24 @@ def test_plan_and_predict_agree_bit_for_bit_however_an_engine_is_spelt() -> None
     assert {stack: len(found) for stack, found in prices.items()} == dict.fromkeys(prices, 1)
 
 
+def test_predict_takes_a_gpu_as_plan_does_and_asks_for_a_machine() -> None:
+    request, run = _spelled("megatron")
+    best = fourfold.plan(replace(request, cluster=None, gpu="h100-80gb")).best
+    small = replace(run, gpus=8, layout=Layout(shard=4, tp=2))
+    typical = fourfold.predict([small, run], "megatron", gpu="h100-80gb")
+    assert typical.predictions[1].basis == "16 x h100-80gb"
+    found = {(one.step_s, one.peak_bytes) for one in (best, typical.predictions[1])}
+    assert found == {(best.step_s, best.peak_bytes)}
+    alone = fourfold.predict(small, "megatron", gpu="h100-80gb")
+    assert typical.predictions[0] == alone
+    large = replace(run, gpus=1024, layout=Layout(shard=1024))
+    for spec, stack in ((run, "megatron"), (large, "fourfold")):
+        with pytest.raises(UserError, match=r"has no machine: .*pass cluster, gpu"):
+            fourfold.predict(spec, stack)
+    with pytest.raises(UserError, match="cannot be combined"):
+        fourfold.predict(run, "megatron", cluster="nvidia-h100", gpu="h100-80gb")
+
+
 def test_plan_takes_fp32_gradients_of_every_stack_unless_told() -> None:
     for stack in MEASURED:
         request = replace(_spelled(stack)[0], micro_batch=0, policy={}, layout="")

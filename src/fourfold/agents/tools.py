@@ -21,7 +21,6 @@ from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, catalog, c
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.verbs import Request
 from fourfold.verbs.collect import CollectRequest
-from fourfold.verbs.machine import planned_cluster
 from fourfold.verbs.plan import FitChecked, fit_check
 from fourfold.verbs.predict import NamedRun
 from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate
@@ -113,11 +112,14 @@ def _predict(given: Mapping[str, Any]) -> Any:
     check.that(isinstance(runs, list) and 0 < len(runs) <= MOST_RUNS, "runs", runs, rule)
     asked = _of(PredictTool, rest | {"runs": []})
     specs = [_spec(run, f"runs[{at}]") for at, run in enumerate(runs)]  # type: ignore[arg-type]
-    machines = {"cluster": asked.cluster, "gpu": asked.gpu, "profile": None}
-    place = planned_cluster(
-        **machines, network=asked.network, gpus=max(spec.gpus for spec in specs)
+    answer = fourfold.predict(
+        specs,
+        asked.stack,
+        cluster=asked.cluster,
+        gpu=asked.gpu,
+        network=asked.network,
+        calibration=asked.calibration,
     )
-    answer = fourfold.predict(specs, asked.stack, cluster=place, calibration=asked.calibration)
     return {"runs": answer.rows()}
 
 

@@ -3,6 +3,7 @@ hosts, the GPU of this host if the catalogue knows it, a rough guess from the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypedDict
@@ -241,11 +242,51 @@ class Predictor:
 
 
 class Machine(TypedDict, total=False):
-    """A cluster or a hardware profile, and a calibration; files are read."""
+    """A cluster, GPUs of one type in typical hosts or a hardware profile, and a calibration; files
+    are read. `network`: bytes/s of a host, whatever the cluster's name suggests."""
 
     cluster: str | Cluster | None
+    gpu: str | None
+    network: float | None
     profile: str | None
     calibration: str | None
+
+
+def machine_of_run(
+    stack: str,
+    *,
+    cluster: str | Cluster | None = None,
+    gpu: str | None = None,
+    network: float | None = None,
+    profile: str | None = None,
+    calibration: str | None = None,
+) -> tuple[Predictor, Callable[[RunSpec], Cluster | None]]:
+    """Return the calibration and profile that predict runs of a stack, and the machine of each run,
+    as 'plan' has it for as many GPUs. Without a machine only our own engine is predicted, on this
+    host, where that has as many GPUs or cores as the run has ranks."""
+    known = predictor(profile=profile, calibration=calibration)
+    if cluster or gpu or network is not None:
+        other = None if cluster else profile
+
+        @cache
+        def planned(gpus: int) -> Cluster:
+            return planned_cluster(
+                cluster=cluster, gpu=gpu, profile=other, gpus=gpus, network=network
+            )
+
+        return known, lambda run: planned(run.gpus)
+
+    def local(run: RunSpec) -> Cluster | None:
+        host = known.cluster_of(run)
+        if not (host or profile) and (
+            stack.strip().lower() != "fourfold" or run.gpus > core_count()
+        ):
+            rule = f"has no machine: {counted(run.gpus, 'rank')} of {stack} do not run on this host"
+            hint = "pass cluster, gpu (such as h100-80gb) or profile"
+            raise UserError(rule, field="prediction", hint=hint)
+        return host
+
+    return known, local
 
 
 def predictor(

@@ -38,7 +38,7 @@ from fourfold.spec.layout import AXES
 from fourfold.spec.run import AnyRun, run_of
 from fourfold.units import counted
 from fourfold.verbs import Answer
-from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration
+from fourfold.verbs.machine import GUESS, Machine, known_cluster, machine_of_run, read_calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,26 +83,32 @@ def predict(run: Sequence[AnyRun], stack: str = ..., **machine: Unpack[Machine])
 def predict(
     run: AnyRun | Sequence[AnyRun], stack: str = "fourfold", **machine: Unpack[Machine]
 ) -> Prediction | Predicted:
-    """What one run or several will take as `stack` would run them: the same numbers as in 'plan'.
-    Without a cluster or a profile, a rough guess from this host's cores."""
+    """Return what one run or several will take as `stack` would run them: the same numbers as in
+    'plan'. Runs of our own engine without a machine are predicted on this host."""
     is_one = isinstance(run, RunSpec | Mapping)
     specs = tuple(map(run_of, [run] if is_one else run))
-    known = predictor(**machine)
+    known, cluster_of = machine_of_run(stack, **machine)
     predictions = predict_specs(
         specs,
-        cluster=known.cluster,
+        cluster=cluster_of,
         profile=known.profile,
         calibration=known.calibration,
         stack=stack,
         cores=core_count(),
     )
-    basis = known.cluster.name if known.cluster else machine.get("profile") or GUESS
-    limit = USABLE * known.cluster.device.memory_bytes if known.cluster else 0.0
     found = tuple(
-        replace(one, limit_bytes=float(spec.memory_limit or limit), basis=basis)
+        _with_basis(one, spec, cluster_of(spec), machine.get("profile") or GUESS)
         for spec, one in zip(specs, predictions, strict=True)
     )
     return found[0] if is_one else Predicted(specs, found)
+
+
+def _with_basis(
+    prediction: Prediction, spec: RunSpec, cluster: Cluster | None, other: str
+) -> Prediction:
+    limit = USABLE * cluster.device.memory_bytes if cluster else 0.0
+    basis = cluster.name if cluster else other
+    return replace(prediction, limit_bytes=float(spec.memory_limit or limit), basis=basis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
