@@ -61,7 +61,7 @@ FUZZ = ("laws/test_inputs.py", "laws/test_store_attacks.py")
 NEEDS_TORCH = (
     "engine/*", "launch/*", "commands/test_bench*.py", "commands/test_train.py",
     "commands/test_sweep*.py", "commands/test_demo.py", "commands/test_verify.py",
-    "conformance/test_lab.py", "conformance/test_compare.py",
+    "conformance/test_lab.py", "conformance/test_compare.py", "traces/test_on_cores.py",
 )  # fmt: skip
 
 # Half a minute and more of each file.

@@ -30,12 +30,31 @@ from fourfold.traces.cause import (
 )
 from fourfold.traces.linked import Linked
 from fourfold.traces.placing import Placed
+from fourfold.units import counted
 
 
 def data(case: TraceCase) -> Iterator[Cause]:
     spent = case.spent(parts.DATA)
-    per = f"{1e3 * spent:.0f} ms a step before its first kernel, with an idle host"
+    if case.run.linked.on_host:
+        per = f"{_no_operator(case, parts.DATA)}, where a batch begins"
+    else:
+        per = f"{1e3 * spent:.0f} ms a step before its first kernel, with an idle host"
     yield cause("data", spent, per, parts.DATA)
+
+
+def _no_operator(case: TraceCase, part: str) -> str:
+    """Where no operator of a run on cores runs, by what ends most of it."""
+    waits: dict[str, list[float]] = defaultdict(list)
+    for gap in (gap for step in case.run.times for gap in step.gaps if gap.part == part):
+        waits[gap.what].append(gap.seconds)
+    if not waits:
+        return "no operator runs"
+    where, longest = max(waits.items(), key=lambda item: sum(item[1]))
+    each, steps = 1e3 * sum(longest) / len(longest), len(case.run.times)
+    often = f"{counted(round(len(longest) / steps), 'time')} a step"
+    if len(longest) < steps:
+        often = f"in {len(longest)} of {counted(steps, 'step')}"
+    return f"no operator runs for {each:.0f} ms {where}, {often}"
 
 
 def sync(case: TraceCase) -> Iterator[Cause]:
@@ -78,20 +97,29 @@ def launches(case: TraceCase) -> Iterator[Cause]:
     spent = case.spent(parts.LAUNCHES)
     busy = case.spent(*parts.COMPUTE)
     each = busy / max(1.0, case.run.kernels)
+    if case.run.linked.on_host:
+        evidence = (
+            f"{case.run.kernels:,.0f} operators of {1e6 * each:.0f} us a step; between them Python "
+            "and the dispatcher"
+        )
+        yield cause("dispatch", spent, evidence, parts.LAUNCHES)
+        return
     tokens = case.run.shapes.tokens
     kind = "tiny" if each < 60e-6 else "launches"
     evidence = (
         f"{case.run.kernels:,.0f} kernels of {1e6 * each:.0f} us a step; the device waits for the "
-        f"host; micro batches of {tokens:,} tokens"
+        "host"
     )
+    if tokens:  # a trace without shapes does not tell
+        evidence += f"; micro batches of {tokens:,} tokens"
     graph = "CUDA graphs" if case.run.value("compile") else "torch.compile, CUDA graphs"
     yield cause(kind, spent, evidence, parts.LAUNCHES, graph=graph)
 
 
 def outside(case: TraceCase) -> Iterator[Cause]:
-    if case.run.linked.on_host:
-        return
     evidence = "the device waits while the host runs neither operators nor calls of the driver"
+    if case.run.linked.on_host:
+        evidence = _no_operator(case, parts.OUTSIDE)
     yield cause("outside", case.spent(parts.OUTSIDE), evidence, parts.OUTSIDE)
 
 

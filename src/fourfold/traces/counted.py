@@ -48,8 +48,9 @@ def count(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) ->
     attended = _attention_calls(linked, placed, n)
     forwards, backwards, _ = attended
     micros = _micro_batches(linked, placed, shapes, steps)
-    out = calls[parts.OUT, "weights"] or calls[parts.OUT, "forward"]
-    layers = round((backwards or out / n or forwards) / max(1, micros))
+    passes = backwards or calls[parts.OUT, "weights"] / n
+    passes = passes or forwards or calls[parts.OUT, "forward"] / n
+    layers = round(passes / max(1, micros))
     down = Counter(one.ins for at, one in placed.weighed.items() if placed.part[at] == parts.DOWN)
     ffn = down.most_common(1)[0][0] if down else 0
     return Counts(

@@ -130,6 +130,8 @@ SYNCS, MEMORY_CALLS = (parts.pattern(kind, re.NOFLAG) for kind in ("sync", "memo
 _AHEAD_S = 100e-6
 # Calls shorter than this block nobody.
 _BLOCKS_S = 20e-6
+# A host that runs nothing for so long does more than prepare its next launch.
+_PAUSE_S = 1e-3
 _DATA_MARK = parts.pattern("data")
 
 
@@ -155,6 +157,8 @@ class HostCalls:
         self._launches = linked.launch_s[order]
         self._leads = linked.kernels.start[order] - self._launches
         self._early: dict[int, float] = {}
+        self._ops = trace.ops
+        self._data_ops: set[tuple[float, int, int]] = set()  # by step: name and shape
 
     def _chosen(self, pattern: re.Pattern[str]) -> Ints:
         """Calls by name, in the order of their starts."""
@@ -187,8 +191,10 @@ class HostCalls:
         """(the part, what is to be named) of a gap that ends with `kernel`."""
         linked = self.linked
         launch = float(linked.launch_s[kernel])
+        if linked.on_host:
+            return self._between_ops(start, end, kernel, step)
         if linked.call[kernel] < 0:
-            return parts.OUTSIDE if linked.on_host else parts.BETWEEN, ""
+            return parts.BETWEEN, ""
         memory = self.within(self.memory, start, end)
         if self._overlap(memory, start, end) > 0.3 * (end - start):
             return parts.MEMORY, self._longest(memory)
@@ -199,13 +205,30 @@ class HostCalls:
             return parts.DATA, "host idle before the step's first kernel"
         return self._late(start, end, kernel, quiet=quiet)
 
+    def _between_ops(
+        self, start: float, end: float, kernel: int, step: TracedStep
+    ) -> tuple[str, str]:
+        """On cores: waits in which no operator runs, before the operator that ends them. A wait
+        before each micro batch ends with the operator that ends the wait before the step."""
+        where = f"before {self.linked.op_name(kernel)}"
+        is_quiet = self.busy_share(start, end) < 0.5
+        if is_quiet and self._in_data_mark(start, end):
+            return parts.DATA, where
+        if not is_quiet or end - start < _PAUSE_S:
+            return parts.LAUNCHES, ""
+        op = int(self.linked.op[kernel])
+        key = (step.start, int(self._ops.name[op]), int(self._ops.shape[op]))
+        if self._is_first(kernel, step):
+            self._data_ops.add(key)
+        return parts.DATA if key in self._data_ops else parts.OUTSIDE, where
+
     def _late(self, start: float, end: float, kernel: int, *, quiet: bool) -> tuple[str, str]:
         """The host launched too late: since a call that blocked it, or since it is slow."""
         blocked = self._blocked_since(kernel)
         if blocked is not None:
             is_memory = bool(MEMORY_CALLS.search(self.name(blocked)))
             return (parts.MEMORY if is_memory else parts.SYNC), self.name(blocked)
-        if quiet and end - start > 1e-3:
+        if quiet and end - start > _PAUSE_S:
             return parts.OUTSIDE, "host outside of torch"
         return parts.LAUNCHES, ""
 

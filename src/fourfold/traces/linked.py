@@ -19,6 +19,7 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.result.trace import STEP_MARK
 from fourfold.spec import check
+from fourfold.traces.cores import find_kernel_ops
 from fourfold.traces.events import Ints, NamedRange, Spans, Trace
 from fourfold.traces.parts import OPTIMIZER, simple_part
 
@@ -127,23 +128,12 @@ def _places(keys: Ints, wanted: Ints) -> Ints:
 
 
 def _host_link(trace: Trace) -> Linked:
-    """Of a run on cores: operators that call no other one, of every thread."""
-    ops = trace.ops
-    names = np.array(["::" in text for text in trace.texts], bool)
-    inner = np.flatnonzero(_leaves(ops) & names[ops.name])
+    """Of a run on cores: the operators that compute, of every thread."""
+    ops, inner = trace.ops, find_kernel_ops(trace)
     none = np.full(len(inner), -1)
     kept = Spans(**{name: getattr(ops, name)[inner] for name in Spans.__annotations__})
     blank = replace(kept, correlation=none, shape=none, types=none, detail=none)
     return Linked(trace, blank, inner, none, on_host=True)
-
-
-def _leaves(ops: Spans) -> Any:
-    """Which have no operator inside: on the same thread the next one begins after they end."""
-    leaf = np.ones(len(ops), bool)
-    for thread in np.unique(ops.thread):
-        own = np.flatnonzero(ops.thread == thread)
-        leaf[own[:-1]] = ops.start[own[1:]] >= ops.end[own[:-1]]
-    return leaf
 
 
 # A first step so much slower than the others is still warming up.

@@ -171,6 +171,13 @@ def _has_ways(shapes: Shapes) -> bool:
     return any(True in one.transposed for one in shapes.products)
 
 
+def _is_fused(weighed: Iterable[Weighed], hidden: int, heads: int, kv: int) -> bool:
+    """Whether queries, keys and values are one product. An MLP may be as wide as all three."""
+    outs = Counter(one.outs for one in weighed if one.of == "forward" and one.ins == hidden)
+    separate = 2 * outs[heads + 2 * kv] < outs[heads] if kv == heads else outs[kv] > 0
+    return outs[heads + 2 * kv] > 0 and not separate
+
+
 class _RowNames:
     """Products by weight. Where several weights of attention have one shape, their order in a layer
     tells them apart: queries, keys, values, output, and backwards from there."""
@@ -180,8 +187,7 @@ class _RowNames:
         heads, kv = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
         self.wide, self.seen = heads, Counter[Pass]()
         self.qkv_outs = {heads, kv, heads + 2 * kv, 2 * kv} - {0}
-        fused = any(one.outs == heads + 2 * kv and one.ins == shapes.hidden for one in weighed)
-        self.alike = 1 if fused else 4 if kv == heads else 2
+        self.alike = 1 if _is_fused(weighed, shapes.hidden, heads, kv) else 4 if kv == heads else 2
 
     def of(self, one: Weighed) -> str:
         shapes, ins, outs = self.shapes, one.ins, one.outs

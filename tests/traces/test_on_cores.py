@@ -1,0 +1,154 @@
+"""Traces of runs on cores, by torch's own profiler: layers, and where the host stands still."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import fourfold
+from fourfold.traces import parts
+from fourfold.traces.cores import find_kernel_ops
+from fourfold.traces.examined import read_trace
+
+VOCAB = 320
+
+
+class Layer(nn.Module):
+    """A decoder layer with biases, whose products call a copy of their own."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+        super().__init__()
+        width = hidden // heads
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q, self.out = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.k, self.v = (nn.Linear(hidden, kv_heads * width) for _ in range(2))
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences, length, hidden = x.shape
+        normed = self.norms[0](x)
+        q, k, v = (
+            product(normed).view(sequences, length, heads, -1).transpose(1, 2)
+            for product, heads in (
+                (self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads),
+            )
+        )  # fmt: skip
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(sequences, length, hidden))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, *, layers: int, hidden: int, kv_heads: int = 4, ffn: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, VOCAB)
+        self.layers = nn.Sequential(*(Layer(hidden, 4, kv_heads, ffn) for _ in range(layers)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.table(tokens)))
+
+
+def traced(path: Path, step: Callable[[], None], *, steps: int = 3) -> Path:
+    with profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True,
+        schedule=schedule(wait=1, warmup=1, active=steps),
+    ) as profiler:  # fmt: skip
+        for _ in range(steps + 2):
+            step()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def training(
+    model: nn.Module, batch: Callable[[], Tensor], *, sleep_s: float = 0.0, micro_batches: int = 1
+) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            time.sleep(sleep_s)
+            logits = model(batch())
+            logits = logits.view(-1, logits.shape[-1])
+            F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (2, 48))
+
+
+def diagnosed(path: Path) -> Any:
+    return fourfold.diagnose([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "kv_heads", "ffn"),
+    [(1, 4, 192), (2, 2, 128)],
+    ids=["MLP as wide as qkv", "grouped heads"],
+)
+def test_sleep_before_each_batch_is_the_data_loader(
+    micro_batches: int, kv_heads: int, ffn: int, tmp_path: Path
+) -> None:
+    model = Decoder(layers=3, hidden=64, kv_heads=kv_heads, ffn=ffn)
+    step = training(model, tokens, sleep_s=0.05, micro_batches=micro_batches)
+    answer = diagnosed(traced(tmp_path / "trace.json", step))
+    value = {name: one.value for name, one in answer.settings.items()}
+    told = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": kv_heads, "vocab": VOCAB}
+    told |= {"ffn": ffn, "seq_len": 48, "micro_batch": 2, "micro_batches": micro_batches}
+    assert {name: value[name] for name in told} == told
+    cause = answer.causes[0]
+    assert cause.name == "data loader"
+    assert cause.seconds > 0.05 * micro_batches
+    assert "before aten::randint" in cause.evidence
+    assert sum(answer.found.parts.values()) == pytest.approx(answer.step_s)
+
+
+def test_sleep_within_a_step_is_named_by_the_operator_after_it(tmp_path: Path) -> None:
+    model = Decoder(layers=3, hidden=64, ffn=128)
+    model.head.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    answer = diagnosed(traced(tmp_path / "trace.json", training(model, tokens)))
+    cause = answer.causes[0]
+    assert cause.name == "host outside of torch"
+    assert cause.seconds > 0.05
+    assert "before aten::" in cause.evidence
+    assert answer.settings["layers"].value == 3
+
+
+def op(name: str, start: float, end: float, thread: int = 1) -> dict[str, Any]:
+    times = {"ts": start, "dur": end - start, "tid": thread}
+    return {"ph": "X", "cat": "cpu_op", "name": name, **times}
+
+
+def test_operators_that_compute_stand_for_kernels(tmp_path: Path) -> None:
+    """A product with the copy in it, what calls little beside its own work, and leaves; no frame
+    of autograd, no operator that only calls others."""
+    events = [
+        op("aten::linear", 0, 100), op("aten::addmm", 10, 90), op("aten::copy_", 12, 14),
+        op("autograd::engine::evaluate_function: MulBackward0", 100, 130),
+        op("aten::mul", 110, 120),
+        op("aten::convolution_backward", 140, 240), op("aten::fill_", 141, 143),
+        op("aten::to", 10, 40, thread=2), op("aten::_to_copy", 12, 39, thread=2),
+        op("aten::copy_", 13, 38, thread=2),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = read_trace(path)
+    named = [trace.texts[trace.ops.name[at]] for at in find_kernel_ops(trace)]
+    assert named == ["aten::addmm", "aten::copy_", "aten::mul", "aten::convolution_backward"]
+    assert parts.simple_part("", "aten::addmm") == parts.OTHER
