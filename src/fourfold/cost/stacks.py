@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fourfold.cost.dispatch import DISPATCHERS, OVERLAPS
@@ -125,7 +125,7 @@ class StackDefaults:
 class ExportEngine:
     """An engine that settings are written for. `package`: its distribution's name; `before`: the
     newer one, which comes first where both can run a layout; `on_demand`: named only where somebody
-    asks for it."""
+    asks for it; `older_flags`: names of flags that the newest release has renamed, as they were."""
 
     name: str
     stack: str
@@ -135,6 +135,7 @@ class ExportEngine:
     title: str = ""
     before: str = ""
     on_demand: bool = False
+    older_flags: dict[str, str] = field(default_factory=dict)
 
 
 def _read(cls: type[T], tables: dict[str, Any], known: dict[str, T]) -> dict[str, T]:

@@ -57,7 +57,7 @@ def _accelerate(setup: Setup, engine: ExportEngine) -> Package:
         "shard": layout.shard if zero else 1,
         "tp": layout.tp,
         "cp": layout.cp,
-        "cp_strategy": _ROTATES[setup.policy.cp_kind],
+        "cp_strategy": _ROTATES[setup.policy.cp_kind if layout.cp > 1 else "ring"],
     }
     return Package(
         engine=engine,

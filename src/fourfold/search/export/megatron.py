@@ -1,5 +1,5 @@
 """Megatron-LM's command line. Names are those of its arguments.py (tests/golden/megatron_flags.toml
-has all of them, with the commit); dp is what the world leaves."""
+has them, with the release); dp is what the world leaves."""
 
 from __future__ import annotations
 
@@ -93,14 +93,17 @@ def package(setup: Setup, engine: ExportEngine) -> Package:
         flags |= expert_flags(setup, setup.model.moe)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
-    # As the recipes behind its seconds: one kernel for the loss, garbage collected on all ranks in
-    # the same step.
-    flags |= {"--cross-entropy-loss-fusion": None, "--cross-entropy-fusion-impl": "te"}
+    # As the recipes behind its seconds: a fused loss (Transformer Engine's own is refused since
+    # 0.18), garbage collected on all ranks in the same step.
+    flags |= {"--cross-entropy-loss-fusion": None, "--cross-entropy-fusion-impl": "native"}
     flags |= {"--manual-gc": None, "--manual-gc-interval": 100}
     words = [
         str(word)
         for name, value in flags.items()
-        for word in (name, *(() if value is None else str(value).split()))
+        for word in (
+            engine.older_flags.get(name, name),
+            *(() if value is None else str(value).split()),
+        )
     ]
     return Package(
         engine=engine,

@@ -14,7 +14,7 @@ from fourfold.spec.model import ModelShape
 
 CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
 
-_LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-scope")
+_LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-modules")
 
 
 @functools.cache

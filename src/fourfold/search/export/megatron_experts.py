@@ -20,7 +20,7 @@ _BALANCE = {"none": "none", "batch": "global_aux_loss", "sequence": "seq_aux_los
 _GROUP_SCORES = {"best": 1, "best-two": 2}
 _GRAPHS: Flags = {
     "--cuda-graph-impl": "transformer_engine",
-    "--cuda-graph-scope": "attn moe_router moe_preprocess",
+    "--cuda-graph-modules": "attn moe_router moe_preprocess",
     "--te-rng-tracker": None,
 }
 # Recompute whose parts lie around those graphs.
