@@ -129,6 +129,20 @@ def test_tiny_work_and_uneven_experts_are_named(tmp_path: Path) -> None:
     assert (uneven.settings["experts"].value, uneven.settings["top_k"].value) == (64, 8)
 
 
+def test_trace_without_shapes_or_groups_has_no_empty_numbers(tmp_path: Path) -> None:
+    """Profiled without record_shapes, by a release that does not name process groups."""
+    trace = simulated.slower(Shape(length=256, sequences=1), launch_s=6e-5, exposed_s=1e-4)
+    for event in trace["traceEvents"]:
+        for field in ("Input Dims", "Input Strides", "Process Group Description"):
+            event["args"].pop(field, None)
+    found = diagnosed(tmp_path, trace)
+    causes = {cause.name: cause.evidence for cause in found.causes}
+    assert "the device waits for the host" in causes["launch-bound: tiny work"]
+    assert "token" not in causes["launch-bound: tiny work"]
+    assert "does not name their process group" in causes["exposed communication: all-gather"]
+    assert not any("unknown" in row.name for row in found.rows_of)
+
+
 def test_megatrons_groups_over_several_axes_are_no_axis(tmp_path: Path) -> None:
     sizes = {
         "default_pg": 64, "TENSOR_MODEL_PARALLEL_GROUP": 2, "PIPELINE_MODEL_PARALLEL_GROUP": 4,

@@ -29,7 +29,7 @@ from fourfold.traces.cause import (
     uncompiled,
 )
 from fourfold.traces.linked import Linked
-from fourfold.traces.placing import Placed
+from fourfold.traces.placing import UNKNOWN, Placed
 from fourfold.units import counted
 
 
@@ -173,6 +173,8 @@ def _communication(case: TraceCase) -> Iterator[Cause]:
         hidden = 100.0 * max(0.0, 1.0 - shown / moved) if moved else 0.0
         over = shown - (case.expected.parts[name].mid if name in case.expected.parts else 0.0)
         evidence = f"{1e3 * moved:.0f} ms of collectives, {hidden:.0f}% of them beside computation"
+        if axis in (*parts.NAMES["collectives"], UNKNOWN):
+            evidence += "; the trace does not name their process group"
         remedy = EXPOSED.get(axis, EXPOSED["other"])
         yield cause("communication", over, evidence, name, axis=axis, remedy=remedy)
 

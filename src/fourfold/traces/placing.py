@@ -24,12 +24,22 @@ from fourfold.traces.shapes import Multiplied, Shapes
 _SEVERAL = re.compile(r"_and_|tensor_model_pipeline|^model_parallel_group", re.I)
 
 
+UNKNOWN = "unknown"
+
+
+def collective_of(kernel: str, detail: dict[str, Any]) -> str:
+    """Return which collective a kernel runs, of a group that the trace does not name."""
+    text = f"{detail.get('Collective name', '')} {kernel}"
+    kinds = parts.NAMES["collectives"].items()
+    return next((kind for kind, pattern in kinds if re.search(pattern, text, re.I)), UNKNOWN)
+
+
 def axis_word(description: str) -> str:
     text = description.lower().replace("_pg", "")
     for axis, pattern in parts.NAMES["axes"].items():
         if re.search(pattern, text.replace("mesh_", "") + " " + text):
             return axis
-    return "unknown"
+    return UNKNOWN
 
 
 def axis_of(trace: Trace, detail: dict[str, Any]) -> str:
@@ -37,7 +47,7 @@ def axis_of(trace: Trace, detail: dict[str, Any]) -> str:
     told = str(detail.get("Process Group Description", ""))
     if told in ("", "undefined"):
         told = descriptions(trace).get(str(detail.get("Process Group Name", "")), "")
-    return axis_word(told) if told else "unknown"
+    return axis_word(told) if told else UNKNOWN
 
 
 def descriptions(trace: Trace) -> dict[str, str]:
@@ -99,7 +109,10 @@ def place(linked: Linked, shapes: Shapes, steps: TracedSteps) -> Placed:
     for at in sorted(steps.kernels, key=lambda place: linked.kernels.start[place]):
         kernel, op = linked.kernel_name(at), linked.op_name(at)
         if parts.is_nccl(kernel):
-            part[at] = parts.COMMUNICATION + axis_of(linked.trace, linked.detail(at))
+            detail = linked.detail(at)
+            axis = axis_of(linked.trace, detail)
+            axis = collective_of(kernel, detail) if axis == UNKNOWN else axis
+            part[at] = parts.COMMUNICATION + axis
         elif at in weighed:
             part[at] = rows.of(weighed[at])
         elif op in PRODUCT_OPS and linked.op[at] >= 0:
