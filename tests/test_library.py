@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import functools
 import importlib
 import inspect
 import io
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import fourfold
+from fourfold.agents import tools
 from fourfold.cli import main
 from fourfold.commands import COMMANDS, load
 from fourfold.cost.fit.calibration import shipped
@@ -216,6 +218,56 @@ def test_sizes_may_have_units_and_mistakes_are_said() -> None:
         fourfold.PlanRequest(**asked, seq_len=1, global_batch=1, layout=fourfold.Layout(tp=2))
 
 
+def test_flat_fields_mean_the_same_in_every_request(tmp_path: Path) -> None:
+    run = {"model": "llama-3.1-8b", "seq_len": "4k", "gpus": 16, "global_batch": 64}
+    run |= {"layout": "pp2 dp4 tp2", "precision": "bf16", "sharding": "zero1", "micro_batch": 1}
+    run |= {"recompute": "none", "virtual_stages": 1}
+    place = {"cluster": "nvidia-h100"}
+    asked = fourfold.PlanRequest(**run, **place, stack="megatron")
+    layout = run["layout"]
+    tools_run = {"runs": [run], **place, "stack": fourfold.plan(asked).stack}
+    seconds = {
+        fourfold.plan(asked).best.step_s,
+        fourfold.explain(asked, layout).explanation.row.step_s,
+        fourfold.predict(run, tools_run["stack"], **place).step_s,
+        fourfold.predict(fourfold.RunSpec(**run), tools_run["stack"], **place).step_s,
+        tools.called("predict", tools_run)["answer"]["runs"][0]["step_s"],
+        tools.called("plan", run | place | {"stack": "megatron"})["answer"]["ranked"][0]["step_s"],
+        fourfold.calendar(
+            fourfold.CalendarRequest(**run, **place, stack="megatron", tokens="1B")
+        ).best.step_s[0],
+    }  # fmt: skip
+    assert len(seconds) == 1
+    flops = fourfold.flops(run)
+    assert tools.called("flops", run)["answer"] == flops.plain()
+    (tmp_path / "run.toml").write_text(toml_text(run))
+    words = ["plan", "--spec", str(tmp_path / "run.toml"), "--cluster", "nvidia-h100"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        main([*words, "--stack", "megatron", "--format", "json"])
+    assert {json.loads(out.getvalue())["ranked"][0]["step_s"]} == seconds
+
+
+def test_calls_that_look_right_work_or_name_their_remedy() -> None:
+    asked = {"model": "llama-3.1-8b", "seq_len": 4096, "global_batch": 64, "gpus": 8}
+    plan = fourfold.PlanRequest(**asked, gpu="h100-80gb", stack="megatron", layout="tp2", top=1)
+    answer = fourfold.plan(plan)
+    row = answer.rows()[0]
+    assert row["layout"] == str(answer.best)
+    assert fourfold.model("llama-3.1-70b").params == 70_553_706_496
+    with pytest.raises(TypeError, match="not a PlanAnswer; pass the request that it answers"):
+        fourfold.export(answer, pick=1)
+    for verb in (fourfold.plan, functools.partial(fourfold.explain, layout="tp2")):
+        with pytest.raises(TypeError, match="not a dict; make it of its fields"):
+            verb(asked)
+    with pytest.raises(TypeError, match="PlanRequest has no field 'modle'; did you mean 'model'"):
+        fourfold.CalendarRequest(modle="llama-3.1-8b")
+    with pytest.raises(UserError, match=r"trace none\.json"):
+        fourfold.diagnose(fourfold.DiagnoseRequest(traces=["none.json"]))
+    dated = fourfold.CalendarRequest(plan=plan, gpus=16, tokens="2T")
+    assert (dated.plan.gpus, dated.plan.tokens) == (16, 2 * 10**12)
+
+
 def test_an_answer_is_a_table_in_a_notebook_and_no_name_leaks() -> None:
     shown = fourfold.models()._repr_html_()
     assert "<td>llama-3.1-8b</td>" in shown
@@ -334,6 +386,7 @@ def _words(tmp_path: Path) -> dict[str, list[str]]:
         "train": ["train", "--show", _trained(tmp_path / "trained")],
         "verify": ["verify", "--world", "2"],
         "diff": ["diff", stored[0], stored[1], "--runs", RECORDED],
+        "predict": ["predict", str(ROOT / "tests/golden/mpt.csv")],
         "runs show": ["runs", "show", stored[0], "--runs", RECORDED],
         "fit --suggest": ["fit", str(ROOT / "tests/golden/mpt.csv"), "--suggest", "2"],
         "data make": ["data", "make", str(tmp_path / "text"), "--out", str(tmp_path / "corpus")],

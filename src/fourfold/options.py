@@ -13,6 +13,7 @@ from fourfold.errors import UserError
 from fourfold.escape import FORMATS
 from fourfold.flag import Option
 from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, check, codec, texts, words
+from fourfold.spec.run import nested, short_names
 from fourfold.spec.site import parse_assignments
 
 T = TypeVar("T")
@@ -138,9 +139,9 @@ def run_table(
 ) -> dict[str, Any]:
     """The run as plain data: the spec file (or what is `known`), then flags, --set and --env.
     What other words were read as goes to `note`. Only a `training` takes the file's [train]."""
-    table: dict[str, Any] = dict(known or {})
+    table: dict[str, Any] = nested(known or {})
     if getattr(args, "spec", None):
-        table = texts.read(args.spec, field="spec")
+        table = nested(texts.read(args.spec, field="spec"))
         is_sweep, hint = "sweep" in table, f"run it by 'fourfold sweep {args.spec}'"
         check.that(not is_sweep, "spec", args.spec, "is a sweep, not a single run", hint)
         if not training and table.pop("train", None):
@@ -170,7 +171,8 @@ def assign(table: dict[str, Any], args: Any) -> None:
     """--set and --env, over what the table has."""
     pairs = assignments(args)
     is_named = any(path == "model.name" for path, _ in pairs)
-    for path, text in pairs:
+    for typed, text in pairs:
+        path = short_names().get(typed, typed)
         value = texts.toml_value(text)
         if path.startswith("model."):
             catalog.open_model(table, "" if is_named else path.removeprefix("model."), text.strip())
@@ -221,6 +223,8 @@ def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
 
 def _has(spec: str, path: str) -> bool:
     table: Any = texts.read(spec, field="spec")
+    if path.rpartition(".")[2] in table:  # a flat field
+        return True
     for name in path.split("."):
         if not isinstance(table, dict) or name not in table:
             return False

@@ -28,7 +28,7 @@ ASKED = {"model": "llama-3.1-70b", "gpu": "h100-80gb", "gpus": 512, "seq_len": "
          "global_batch": "4M", "stack": "megatron"}  # fmt: skip
 SMALL = {"model": "llama-tiny", "gpu": "h100-80gb", "gpus": 2, "seq_len": 128, "global_batch": 8,
          "stack": "megatron"}  # fmt: skip
-RUN = {"model": "mpt-7b", "gpus": 8, "batch": {"seq_len": 2048, "global_batch": 64}}
+RUN = {"model": "mpt-7b", "gpus": 8, "seq_len": 2048, "global_batch": 64, "precision": "bf16"}
 
 
 def _with_client(folder: Path, work: Callable[[Client], Awaitable[None]]) -> None:

@@ -191,11 +191,22 @@ def test_words_in_a_sweep_file() -> None:
     assert "seq_len=1024" in found[0].label
 
 
-def test_a_field_in_the_wrong_table() -> None:
-    with pytest.raises(UserError, match=r"unknown field precision; did you mean policy\.precision"):
-        codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "precision": "fp32"})
-    with pytest.raises(UserError, match=r"did you mean layout.tp"):
-        codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "tp": 2})
+def test_run_table_reads_flat_fields_as_those_of_its_tables() -> None:
+    head = {"model": "llama-tiny", "gpus": 4}
+    flat = {"tp": 2, "seq_len": "1k", "global_batch": 8, "precision": "mxfp8", "sharding": "ddp"}
+    batch = {"seq_len": 1024, "global_batch": 8}
+    policy = {"precision": "fp8", "scaling": "mx", "sharding": "zero0"}
+    nested = {**head, "layout": {"tp": 2}, "batch": batch, "policy": policy}
+    assert codec.load(RunSpec, head | flat) == codec.load(RunSpec, nested)
+    assert RunSpec(**head, **flat, settle=True) == codec.load(RunSpec, nested)
+    printed = RunSpec(**head, layout="pp2 dp2 v2 zero0", seq_len=1024)
+    assert (str(printed.layout), printed.policy.virtual_stages) == ("pp2 dp2 cp1 tp1", 2)
+    with pytest.raises(UserError, match=r"seq_len=64 contradicts batch\.seq_len = 1024; omit one"):
+        codec.load(RunSpec, head | {"seq_len": 64, "batch": batch})
+    with pytest.raises(UserError, match=r"tp=2 stands beside layout = 'pp2'; .*'pp2 tp2'"):
+        codec.load(RunSpec, head | {"tp": 2, "layout": "pp2"})
+    with pytest.raises(TypeError, match="RunSpec has no field 'seqlen'; did you mean 'seq_len'"):
+        RunSpec(**head, seqlen=64)
 
 
 def test_plan_reads_words_and_says_so(cli: Cli) -> None:

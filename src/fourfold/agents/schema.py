@@ -16,6 +16,7 @@ _PLAIN: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str:
 # Types that are given, or answered, in a form of their own.
 _GIVEN: dict[Any, Schema] = {
     Layout: {"type": ["string", "object"], "description": "'tp8 pp2 dp4', or a table of axes"},
+    Policy: {"type": "object", "description": "fields of a run's [policy] table"},
     Ramp: {"type": "string", "description": "START,INCREMENT,SAMPLES"},
     ModelShape: {"type": "object", "description": "sizes of a model, as 'fourfold models' names"},
     Cluster: {"type": "object", "description": "a cluster, as 'fourfold clusters' prints it"},
@@ -29,7 +30,7 @@ _SAID: dict[str, Schema] = {
     },
     "gpus": {"description": "number of GPUs in all"},
     "layout": {"description": "axes that are decided, such as 'tp8 pp2'; the others are searched"},
-    "policy": {"description": "decided fields: precision, sharding, recompute, schedule, ..."},
+    "policy": {"description": "a table of decided fields that are not listed here"},
     "micro_batch": {"description": "sequences per micro batch; left out: searched"},
 }  # fmt: skip
 _ANSWERED: dict[Any, Schema] = {Layout: {"type": "string"}}
@@ -37,17 +38,22 @@ _ANSWERED: dict[Any, Schema] = {Layout: {"type": "string"}}
 
 def of_request(*types_: type, without: Iterable[str] = ()) -> Schema:
     """What a tool takes, of one type's fields or of several; each property says what the field's
-    flag says."""
+    flag says. Beside a policy stand those of its fields that have a flag, as texts."""
     properties, required = {}, []
     listed = [(cls, one) for cls in types_ for one in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if any(one.name == "policy" for _, one in listed):
+        flags = [one for one in dataclasses.fields(Policy) if "flag" in one.metadata]
+        listed += [(Policy, one) for one in flags]
     for cls, one in listed:
         if one.name in without:
             continue
         known = one.metadata.get("flag")
         words = {"description": known.help} if known is not None and known.help else {}
         choices = {"enum": list(known.choices)} if known is not None and known.choices else {}
-        own = _of(codec.type_hints(cls)[one.name], {}, given=True) | choices | words
-        properties[one.name] = own | _SAID.get(one.name, {})
+        own = _of(codec.type_hints(cls)[one.name], {}, given=True) | choices
+        if cls is Policy and "enum" in own:  # and what others call them
+            own = {"type": "string"}
+        properties[one.name] = own | (words or _SAID.get(one.name, {}))
         if is_required(one):
             required.append(one.name)
     found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}

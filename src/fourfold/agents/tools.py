@@ -11,19 +11,19 @@ from typing import Any
 import fourfold
 from fourfold.agents import schema
 from fourfold.agents.schema import Schema
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.page import planner
 from fourfold.result.report import Prediction
 from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
-from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec, catalog, check, codec
-from fourfold.spec.layout import AXES, EXPERT_AXES
+from fourfold.spec import Layout, ModelShape, Policy, RunSpec, catalog, check, codec
+from fourfold.spec.run import nested
 from fourfold.verbs import Request
 from fourfold.verbs.collect import CollectRequest
 from fourfold.verbs.plan import FitChecked, fit_check
 from fourfold.verbs.predict import NamedRun
-from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate
+from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate, Size
 from fourfold.verbs.shapes import Flops, FlopsRequest
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
@@ -51,12 +51,14 @@ _OF_COLLECT: Schema = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTable:
-    """A run as tables have it; what is left out has its default."""
+    """A run in flat fields, beside those of its policy; what is left out has its default."""
 
     model: str | ModelShape = flag("", default=MISSING)
     gpus: int = flag("", default=MISSING)
-    layout: Layout = field(default_factory=Layout)
-    batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
+    seq_len: Size = flag("", default=MISSING)
+    global_batch: int = flag("", default=1)
+    micro_batch: Size = flag("sequences per micro batch (default 1)", default=1)
+    layout: Layout = flag("axes, such as 'tp8 pp2'; dp is what they leave", default=Layout())
     policy: Policy = field(default_factory=Policy)
 
 
@@ -70,12 +72,6 @@ class PredictTool(Request):
     network: Rate | None = flag("rate of a host's network, with gpu (default: typical)")
     stack: str = flag("engine to predict (default fourfold)", default="fourfold")
     calibration: str | None = flag(*CALIBRATION)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracesGiven(Request):
-    traces: tuple[str, ...] = flag("profiler traces of one run: files, or a folder of ranks",
-                                   default=MISSING)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +119,14 @@ def _predict(given: Mapping[str, Any]) -> Any:
     return {"runs": answer.rows()}
 
 
-def _spec(run: object, path: str) -> RunSpec:
-    known = {one.name for one in fields(RunTable)}
-    check.that(isinstance(run, dict) and {*run} <= known, path, run,
-               f"must be a table of {', '.join(sorted(known))}")  # fmt: skip
+def _spec(run: Any, path: str) -> RunSpec:
+    names = [one.name for cls in (RunTable, Policy) for one in fields(cls)]
+    check.that(isinstance(run, Mapping), path, run, f"must be a table of {', '.join(names)}")
     try:
-        return codec.load(RunSpec, run)
+        table = nested(run)
+        for name in {*table} - {"batch", *names}:
+            raise UserError("unknown field", field=name, hint=nearest(name, names))
+        return codec.load(RunSpec, table)
     except UserError as error:
         raise error.within(path) from None
 
@@ -145,9 +143,7 @@ def _collect(given: Mapping[str, Any]) -> Any:
 
 
 def _diagnose(given: Mapping[str, Any]) -> Any:
-    rest = dict(given)
-    traces = _of(TracesGiven, {"traces": rest.pop("traces", [])}).traces
-    return fourfold.diagnose(traces, _of(DiagnoseRequest, rest)).plain()
+    return fourfold.diagnose(_of(DiagnoseRequest, given)).plain()
 
 
 def estimated_cpu_s(name: str, given: Mapping[str, Any]) -> float:
@@ -172,14 +168,11 @@ def _of(cls: Any, given: Mapping[str, Any]) -> Any:
     """Return the request of a call; a field that is null is left out."""
     given = {name: value for name, value in given.items() if value is not None}
     names = {one.name for one in fields(cls)} - {*_NOT_OF_PLAN}
+    if cls is PlanRequest:
+        given = nested(given, names)
     for name in given:
-        hint = (
-            f"write layout '{name}2'"
-            if name in (*AXES, *EXPERT_AXES)
-            else f"use {', '.join(sorted(names))}"
-        )
         if name not in names:
-            raise UserError("unknown field", field=name, hint=hint)
+            raise UserError("unknown field", field=name, hint=f"use {', '.join(sorted(names))}")
     missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*given}
     check.given(not missing, ", ".join(sorted(missing)))
     return cls(**given)
@@ -227,7 +220,7 @@ TOOLS = {
     "diagnose": Tool(
         about="Why a traced run is slower than it should be: measured and expected seconds by "
         "part, causes and remedies, from profiler traces in the folder.",
-        requests=(TracesGiven, DiagnoseRequest), call=_diagnose, answer={"type": "object"},
+        requests=(DiagnoseRequest,), call=_diagnose, answer={"type": "object"},
         without=("spec",), writes=True,
     ),
     "collect": Tool(

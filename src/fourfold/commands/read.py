@@ -112,7 +112,6 @@ examples:
 
 
 @command(
-    option("traces", "traces of one run: files, or a folder of ranks", "TRACE", nargs="+"),
     *options.of(DiagnoseRequest),
     option("--spec", "the run as a TOML file, where it is known", "FILE"),
     option("--settings", "also show every setting with its evidence", switch=True),
@@ -132,7 +131,7 @@ def diagnose(args: Any, show: OnEvent) -> Output:
     if args.html:
         check_page(args.html, force=bool(args.force), charts=False)
     request = options.load(DiagnoseRequest, args, spec=table)
-    answer = fourfold.diagnose(args.traces, request, on_event=show)
+    answer = fourfold.diagnose(request, on_event=show)
     if args.html:
         write_page(args.html, diagnosis_page(answer), on_event=show)
     return Output.of(answer, lambda: page(answer, settings=bool(args.settings)))

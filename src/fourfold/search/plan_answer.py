@@ -95,6 +95,7 @@ class PlanRow(Choice):
                    "peak_bytes_high", "fit_chance", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
                    "power_w", "joule_per_token")  # fmt: skip
         return {
+            "layout": str(self),
             "micro_batch": self.micro_batch,
             **self.layout.sizes,
             "dp_replicate": self.layout.replicate,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from fourfold.errors import UserError, nearest
@@ -23,6 +24,36 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 # Whole numbers beyond this are not exact as JSON numbers elsewhere, and mean nothing here.
 MAX_INT = 2**63 - 1
+
+
+def takes_more(
+    place: Callable[[dict[str, Any]], Mapping[str, Any]],
+    names: Callable[[], Iterable[str]] = tuple,
+) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass be made of more keywords, or other types, than its fields have: `place`
+    returns its fields of them, `names` are the keywords beside fields. What neither knows is a
+    TypeError with the nearest name."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        construct = cls.__init__
+        own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+        @functools.wraps(construct)
+        def init(self: T, *args: Any, **given: Any) -> None:
+            placed = place(given)
+            for name in placed:
+                if name not in own:
+                    hint = nearest(name, {*own, *names()})
+                    raise TypeError(f"{cls.__name__} has no field '{name}'; {hint}")
+            construct(self, *args, **placed)
+
+        known = inspect.signature(construct)
+        more = inspect.Parameter("fields", inspect.Parameter.VAR_KEYWORD)
+        init.__signature__ = known.replace(parameters=[*known.parameters.values(), more])  # type: ignore[attr-defined]
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 @functools.cache

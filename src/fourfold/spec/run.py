@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
@@ -47,6 +48,23 @@ class Fault:
         check.whole(0, rank=self.rank, step=self.step)
 
 
+def _of_flat(given: dict[str, Any]) -> Mapping[str, Any]:
+    """Return a RunSpec's fields of keywords that are those of a run's table: a model by its name, a
+    layout as text, and any field of batch and policy."""
+    table = {name: given.get(name) for name in ("model", "layout", "batch", "policy")}
+    names = codec.type_hints(RunSpec).keys()
+    is_table = any(isinstance(value, str | Mapping) for value in table.values())
+    if not is_table and given.keys() <= names:
+        return given
+    flat = nested(given)
+    if not flat.keys() <= names:
+        return flat
+    plain = {name: codec.encode(value) for name, value in flat.items()}
+    spec = RunSpec.from_plain({"settle": False, **plain})
+    return {name: getattr(spec, name) for name in names}
+
+
+@codec.takes_more(_of_flat, lambda: short_names())
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """`memory_limit` is bytes of one rank; the limits in seconds end a run that stays silent.
@@ -103,15 +121,17 @@ class RunSpec:
         """A table in which `model` may be a name or a path, and dp may be left out."""
         if not isinstance(data, dict):
             raise UserError("must be a table with the fields of RunSpec", field=path, value=data)
-        table, _ = words.tidied(data)
-        refuse_short_names(table, path)
+        table, _ = words.tidied(nested(data))
+        for name in table.keys() - codec.type_hints(RunSpec).keys():
+            field, hint = f"{path}.{name}" if path else name, nearest(str(name), short_names())
+            raise UserError("unknown field", field=field, hint=hint)
         if isinstance(table.get("model"), str):
             from fourfold.spec.catalog import model
 
             table["model"] = codec.encode(model(table["model"]))
         table.setdefault("settle", "warmup" not in table)
         table["layout"], table["gpus"] = _fill_dp(table.get("layout", {}), table.get("gpus"))
-        policy = data.get("policy")
+        policy = nested(data).get("policy")
         if isinstance(policy, dict) and words.is_hybrid(policy.get("sharding")):
             _must_have_copies(Layout.from_plain(table["layout"], "layout"))
         return codec.decode_fields(cls, table, path)
@@ -128,15 +148,35 @@ def run_of(run: AnyRun) -> RunSpec:
     return codec.load(RunSpec, dict(run))
 
 
-def refuse_short_names(table: Mapping[str, Any], path: str = "") -> None:
-    """`precision = ...` at the top of a file, where policy.precision is meant."""
-    short = short_names()
-    for key in (key for key in table if "." in short.get(key, "")):
-        hint = f"did you mean {short[key]}? (it belongs in [{short[key].partition('.')[0]}])"
-        raise UserError("unknown field", field=f"{path}.{key}" if path else str(key), hint=hint)
+def nested(table: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """Return a run's table with each flat field in the table that it belongs to.
+
+    {'seq_len': 8192, 'tp': 2} -> {'batch': {'seq_len': 8192}, 'layout': {'tp': 2}}; fields named in
+    `own` stay where they are.
+    """
+    paths = {name: path for name, path in short_names().items() if "." in path}
+    flat = [name for name in table if name in paths and name not in own]
+    result = {name: value for name, value in table.items() if name not in flat}
+    for name in flat:
+        head, value = paths[name].partition(".")[0], table[name]
+        inner = result.get(head) or {}
+        if isinstance(inner, Layout | Batch | Policy):
+            inner = codec.encode(inner)
+        if isinstance(inner, str):
+            hint = f"write layout = '{inner} {name}{value}'"
+            raise UserError(f"stands beside layout = '{inner}'", field=name, value=value, hint=hint)
+        if not isinstance(inner, Mapping):
+            return dict(table)  # what is no table has a reader that refuses it
+        stated = inner.get(name)
+        if None not in (stated, value) and stated != value:
+            rule, hint = f"contradicts {paths[name]} = {stated}", "omit one of them"
+            raise UserError(rule, field=name, value=value, hint=hint)
+        result[head] = {**inner, name: stated if value is None else value}
+    return result
 
 
-def short_names() -> dict[str, str]:
+@functools.cache
+def short_names() -> Mapping[str, str]:
     """A field's own name -> its path in a run's table; a run's own fields come first."""
     names = {field.name: f"policy.{field.name}" for field in fields(Policy)}
     names |= {field.name: f"batch.{field.name}" for field in fields(Batch)}

@@ -16,7 +16,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.expression import MEMORY_UNITS, Expression, parse
 from fourfold.spec.layout import Layout
-from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp, short_names
+from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp, nested, short_names
 
 _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
@@ -75,7 +75,7 @@ class Expansion:
 
 def read_sweep(data: Mapping[str, Any]) -> Sweep:
     """A sweep file as plain data: a run's table with a [sweep] table in it."""
-    base = copy.deepcopy(dict(data))
+    base = nested(copy.deepcopy(dict(data)))
     table = base.pop("sweep", None)
     if not isinstance(table, dict):
         raise UserError(
@@ -146,7 +146,7 @@ def path_of(name: str) -> str:
         return f"policy.{name}"
     if name.startswith(("layout.", "batch.", "policy.", "model.", "fault.")):
         return name
-    short = short_names()
+    short = dict(short_names())
     del short["env"]  # one by one: env.X
     if name not in short:
         raise UserError("unknown axis", field="sweep", value=name, hint=nearest(name, short))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from fourfold.cost.calendar.assumptions import Assumptions, defaults
@@ -27,6 +27,17 @@ class TrainingPhase(Request):
     ramp: Annotated[Ramp, Ramp.parse] | None = None
 
 
+def _of_flat(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a CalendarRequest's fields of keywords that may be those of its plan."""
+    names = [field.name for field in fields(CalendarRequest)]
+    own = {name: value for name, value in given.items() if name in names}
+    plan = {name: value for name, value in given.items() if name not in names}
+    if not plan:
+        return own
+    return own | {"plan": replace(own["plan"], **plan) if "plan" in own else PlanRequest(**plan)}
+
+
+@codec.takes_more(_of_flat)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalendarRequest(Request):
     """A plan with its `tokens`, or phases that have their own, and what is assumed beside steps.

@@ -175,11 +175,17 @@ def settings_of(row: Row) -> dict[str, Any]:
 
 
 def diagnose(
-    traces: Sequence[str], request: DiagnoseRequest | None = None, *, on_event: OnEvent = ignore
+    traces: Sequence[str] | DiagnoseRequest,
+    request: DiagnoseRequest | None = None,
+    *,
+    on_event: OnEvent = ignore,
 ) -> Diagnosis:
-    """Of one trace, of several ranks' traces, or of folders with them."""
+    """Of one trace, of several ranks' traces, or of folders with them; a request may name them."""
+    if isinstance(traces, DiagnoseRequest):
+        traces, request = traces.traces, traces
     request = request or DiagnoseRequest()
-    paths = check.given(trace_files(list(traces)), "trace", "a file or a folder")
+    traces = [traces] if isinstance(traces, str) else [*traces]
+    paths = check.given(trace_files(traces), "trace", "a file or a folder")
     examined: list[Examined] = []
     logged = log_settings(request.log) if request.log else {}
     for path in paths:

@@ -32,7 +32,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.supported import left_out
 from fourfold.units import counted, three_digits
 from fourfold.verbs import Answer, Request
-from fourfold.verbs.question import resolved, with_export_named
+from fourfold.verbs.question import require_plan_request, resolved, with_export_named
 from fourfold.verbs.requests import PlanRequest
 
 
@@ -73,6 +73,7 @@ def export(
 ) -> Exported:
     """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
     model is called there; `job`: also as a job of skypilot or kubeflow, which is then `script`."""
+    require_plan_request(request)
     check.given(request.export, "export", "pass the name of an engine")
     request = with_export_named(request)
     engine = request.export or ""

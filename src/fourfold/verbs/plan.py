@@ -46,7 +46,7 @@ from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import known_cluster, planned_calibration, planned_cluster
-from fourfold.verbs.question import EXPORTED, named_axes, resolved
+from fourfold.verbs.question import EXPORTED, named_axes, require_plan_request, resolved
 from fourfold.verbs.requests import PlanRequest, layout_fields
 from fourfold.verbs.run_requests import OURS
 
@@ -241,6 +241,7 @@ def explain(
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
     `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
+    require_plan_request(request)
     if isinstance(layout, str):
         fields = layout_fields(layout, request.policy, request.micro_batch)
         layout = fields.pop("layout")

@@ -17,6 +17,7 @@ from fourfold.search import export as exports
 from fourfold.search import query as queries
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, certain_refusals, why_not
+from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import PlanQuery
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
@@ -44,9 +45,18 @@ def with_export_named(request: PlanRequest) -> PlanRequest:
     return replace(request, export=engine, stack=stack)
 
 
+def require_plan_request(request: object) -> None:
+    """Raise the TypeError of a verb that was called with anything but what a plan is asked."""
+    if not isinstance(request, PlanRequest):
+        is_answer = isinstance(request, PlanAnswer)
+        hint = "pass the request that it answers" if is_answer else "make it of its fields"
+        raise TypeError(f"needs a PlanRequest, not a {type(request).__name__}; {hint}")
+
+
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try). How names were read
     is told once all of it can be answered."""
+    require_plan_request(request)
     said: list[Event] = []
     query, counts = _resolved(with_export_named(request), said.append)
     for one in said:

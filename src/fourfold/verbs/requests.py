@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
@@ -24,7 +24,7 @@ from fourfold.spec import (
     codec,
     words,
 )
-from fourfold.spec.run import refuse_short_names
+from fourfold.spec.run import nested, short_names
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, counted, price_from, share_from, size_from
 from fourfold.verbs import Request, set_field
@@ -41,12 +41,12 @@ STORE = ("run store (default: runs)", "DIR")
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PlanRequest that a run's table decides."""
-    refuse_short_names(table)
+    table = nested(table)
     known = [*codec.type_hints(RunSpec), "schema"]
     for name in table:
         if name not in known:
             is_flag = name in codec.type_hints(PlanRequest)
-            hint = f"use --{name.replace('_', '-')}" if is_flag else nearest(name, known)
+            hint = f"use --{name.replace('_', '-')}" if is_flag else nearest(name, short_names())
             raise UserError("unknown field", field=name, hint=hint)
     plain = table.get("batch", {})
     check.that(isinstance(plain, Mapping), "batch", plain, "must be a table")
@@ -79,6 +79,13 @@ def layout_fields(
     return {**table, **batch}
 
 
+def _of_flat(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a PlanRequest's fields of keywords that are those of a run's table, all flat."""
+    names = [field.name for field in fields(PlanRequest)]
+    return given if given.keys() <= {*names} else nested(given, names)
+
+
+@codec.takes_more(_of_flat, short_names)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest(Request):
     """A run with parts left open, the machines, and what to list.
@@ -304,9 +311,17 @@ class WeightsRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnoseRequest(Request):
-    """`what_if`: FIELD=VALUE, several with commas. `spec`: a run's table that is known better than
+    """`traces` of one run: files, or a folder of ranks. `what_if`: FIELD=VALUE, several with
+    commas. `spec`: a run's table that is known better than
     the trace tells it."""
 
+    traces: tuple[str, ...] = flag(
+        "traces of one run: files, or a folder of ranks",
+        "TRACE",
+        names=("traces",),
+        nargs="+",
+        default=(),
+    )
     model: str | None = flag("the model, where the trace's shapes do not say it", "NAME")
     log: str | None = flag("the run's log, where it says more than the trace", "FILE")
     cluster: str | Cluster | None = flag("cluster whose GPUs it ran on", "NAME")

@@ -20,7 +20,7 @@ from fourfold.cost.count.params import (
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import Batch, Cluster, Device, ModelShape, catalog, check, codec
-from fourfold.spec.run import AnyRun, RunSpec, run_of
+from fourfold.spec.run import AnyRun, RunSpec, nested, run_of
 from fourfold.spec.supported import not_run, remarks, windowed
 from fourfold.units import number_from
 from fourfold.verbs import Answer, Request
@@ -130,10 +130,10 @@ def models(seq_len: int = DEFAULT_SEQ_LEN) -> Models:
     return Models(tuple(Model(**_described(catalog.model(name), seq_len)) for name in names))
 
 
-def model(run: AnyRun, *, rank: int | None = None) -> Model:
-    """One model. Where the run has several ranks, or one is asked for: what the first of each
-    pipeline stage (or `rank`) holds and owns."""
-    spec = run_of(run)
+def model(run: AnyRun | str, *, rank: int | None = None) -> Model:
+    """One model, by its name or of a run. Where the run has several ranks, or one is asked for:
+    what the first of each pipeline stage (or `rank`) holds and owns."""
+    spec = run_of({"model": run} if isinstance(run, str) else run)
     described = _described(spec.model, spec.batch.seq_len)
     if spec.gpus == 1 and rank is None:
         return Model(**described)
@@ -255,7 +255,8 @@ class Flops(Answer):
 def flops(run: AnyRun, request: FlopsRequest | None = None) -> Flops:
     request = request or FlopsRequest()
     spec = run_of(run)
-    given = {"seq_len", "global_batch"} if isinstance(run, RunSpec) else run.get("batch", {})
+    is_spec = isinstance(run, RunSpec)
+    given = {"seq_len", "global_batch"} if is_spec else nested(run).get("batch", {})
     check.given("seq_len" in given, "seq-len")
     model, batch, policy = spec.model, spec.batch, spec.policy
     speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)

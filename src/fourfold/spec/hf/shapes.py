@@ -107,7 +107,7 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     if not isinstance(data, dict):
         rule = "is not the JSON object of a config.json"
         raise UserError(rule, value=data, hint="check the file")
-    if isinstance(data.get("text_config"), dict) or data.get("model_type") in _DECODERS:
+    if isinstance(data.get("text_config"), dict) or str(data.get("model_type")) in _DECODERS:
         data, name = _language_model(data), f"{name}-text"
     kind = data.get("model_type")
     _refuse_experts(data, kind)
