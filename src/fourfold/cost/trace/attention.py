@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
+from typing import Literal
 
+from fourfold.cost.trace.operations import (
+    AttentionCore,
+    Operation,
+    TensorInput,
+    TensorOutput,
+    add_to,
+    communication,
+    copy,
+    gemm,
+    given,
+    parts,
+    scores_gemm,
+    start_sums,
+)
 from fourfold.cost.trace.steps import (
     Ask,
     AxisGroups,
-    Call,
     Kind,
     Program,
     Step,
-    call,
     check_heads,
     check_ulysses,
     divided,
@@ -39,28 +52,32 @@ _FLASH = (
 _START = (
     step(
         "hold",
-        call("input", _JOINED),
-        call("Q", ("hidden", "hidden")),
-        call("K", ("hidden", "kv_heads*head_size")),
-        call("V", ("hidden", "kv_heads*head_size")),
-        call("O", ("hidden", "hidden")),
+        given("input", *_JOINED),
+        given("Q", "hidden", "hidden"),
+        given("K", "hidden", "kv_heads*head_size"),
+        given("V", "hidden", "kv_heads*head_size"),
+        given("O", "hidden", "hidden"),
         note="input: tokens of this rank; Q, K, V, O: whole on every rank",
     ),
     step(
         "project",
-        call("q = input x Q", _QUERIES),
-        call("k = input x K", _KEYS),
-        call("v = input x V", _KEYS),
+        gemm("q", _QUERIES, "input", "Q"),
+        gemm("k", _KEYS, "input", "K"),
+        gemm("v", _KEYS, "input", "V"),
     ),
 )
-_CAST = step("cast", call("out = cast(out_fp32)", _OUT), frees=("out_fp32",))
+_CAST = step("cast", copy("cast", "out", _OUT, "out_fp32"), frees=("out_fp32",))
+
+
+# Running result of attention in blocks, and its row sums.
+_START_SUMS = start_sums(TensorOutput("out_fp32", _OUT), TensorOutput("lse", _ROWS))
 
 
 def _end(name: str) -> tuple[Step, Step]:
-    joined = call(f"{name} = by_head({name})", _JOINED)
+    joined = copy("by_head", name, _JOINED, name)
     return (
         step("join heads", joined, note="heads of one token side by side"),
-        step("output", call(f"output = {name} x O", _JOINED)),
+        step("output", gemm("output", _JOINED, name, "O")),
     )
 
 
@@ -74,18 +91,21 @@ def ulysses(ask: Ask) -> Program:
     heads = {"q": "heads/ranks", "k": kv, "v": kv}
     owned = {x: ("ranks", _N, mine, "head_size") for x, mine in heads.items()}
     whole = {x: ("tokens", mine, "head_size") for x, mine in heads.items()}
-    by_owner = (call(f"{x}_heads = by_owner({x})", owned[x]) for x in heads)
-    exchanged = (call(f"{x}_heads = all_to_all({x}_heads)", whole[x]) for x in heads)
+    by_owner = (copy("by_owner", f"{x}_heads", owned[x], x) for x in heads)
+    exchanged = (communication("all-to-all", f"{x}_heads", whole[x], f"{x}_heads") for x in heads)
     # The kernel's result is token-major already, a product's is not.
-    by_token = "parts" if ask.attention == "flash" else "by_token"
-    grouped = call(f"out = {by_token}(out)", owned["q"])
+    grouped = (
+        parts("out", owned["q"], "out")
+        if ask.attention == "flash"
+        else copy("by_token", "out", owned["q"], "out")
+    )
     steps = (
         *_START,
         step("group by owner", *by_owner, note="heads of one rank side by side"),
         step("tokens to heads", *exchanged),
         *_attend(ask, "_heads", heads="heads/ranks", queries="tokens"),
         step("group by token", grouped, note="tokens of one rank side by side"),
-        step("heads to tokens", call("out_tokens = all_to_all(out)", owned["q"])),
+        step("heads to tokens", communication("all-to-all", "out_tokens", owned["q"], "out")),
         *_end("out_tokens"),
     )
     kv_heads = ask.kv_heads * copies // ask.ranks
@@ -101,13 +121,16 @@ def _attend(ask: Ask, suffix: str, *, heads: str, queries: str) -> tuple[Step, .
     """Queries of this rank against all keys."""
     q = f"q{suffix}" if queries == "tokens" else "q"
     if ask.attention == "flash":
-        text = f"out, lse = attention({q}, k{suffix}, v{suffix})"
-        made = call(text, (queries, heads, "head_size"), (heads, queries))
-        return (step("attend", made, note="lse: its row sums"),)
+        outputs = (
+            TensorOutput("out", (queries, heads, "head_size")),
+            TensorOutput("lse", (heads, queries)),
+        )
+        inputs = TensorInput(q), TensorInput(f"k{suffix}"), TensorInput(f"v{suffix}")
+        return (step("attend", AttentionCore(outputs, inputs), note="lse: its row sums"),)
     scores, out = (heads, queries, "tokens"), (heads, queries, "head_size")
     return (
-        step("scores", call(f"scores = {q} x k{suffix}^T", scores)),
-        step("mix", call(f"out = scores x v{suffix}", out)),
+        step("scores", scores_gemm(scores, q, f"k{suffix}")),
+        step("mix", gemm("out", out, "scores", f"v{suffix}")),
     )
 
 
@@ -118,18 +141,24 @@ def allgather(ask: Ask) -> Program:
     _check_sequence(ask, "allgather")
     gather = step(
         "gather keys, values",
-        call("k_all = all_gather(k)", _ALL_KEYS),
-        call("v_all = all_gather(v)", _ALL_KEYS),
+        communication("all-gather", "k_all", _ALL_KEYS, "k"),
+        communication("all-gather", "v_all", _ALL_KEYS, "v"),
     )
     attend = _attend(ask, "_all", heads="heads", queries=_N)
     if ask.attention == "flash":
-        ordered = (call(f"{x}_all = in_order({x}_all)", _ALL_KEYS) for x in "kv")
-        halves = _block("attention_of_halves(q, k_all, v_all)", f"{_N}/2")
+        ordered = (copy("in_order", f"{x}_all", _ALL_KEYS, f"{x}_all") for x in "kv")
+        halves = _block(
+            "attention_of_halves",
+            f"{_N}/2",
+            TensorInput("q"),
+            TensorInput("k_all"),
+            TensorInput("v_all"),
+        )
         note = "each half of q, keys before it and its own; added to out_fp32, lse"
         attend = (
             step("put in order", *ordered, note="tokens in the order of the sequence"),
-            step("start sums", _start_sums()),
-            step("attend", halves, note=note, frees=halves.names),
+            step("start sums", _START_SUMS),
+            step("attend", halves, note=note, frees=_names(halves)),
             _CAST,
         )
     steps = (*_START, gather, *attend, *_end("out"))
@@ -141,8 +170,8 @@ def ring(ask: Ask) -> Program:
     is joined in fp32 (Liu et al., arXiv 2310.01889). Tokens are dealt out from both ends, so that
     under a causal mask every round computes half of its block on every rank."""
     _check_sequence(ask, "ring")
-    sums = _start_sums() if ask.attention == "flash" else call("out_fp32 = zeros(q)", _OUT)
-    pack = step("pack", call("kv = stack(k, v)", _PAIR), sums, note="kv: one message a round")
+    sums = _START_SUMS if ask.attention == "flash" else start_sums(TensorOutput("out_fp32", _OUT))
+    pack = step("pack", copy("stack", "kv", _PAIR, "k", "v"), sums, note="kv: one message a round")
     steps = (*_START, pack, *_rounds(ask), _CAST, *_end("out"))
     return _attention(ask, "ring", steps, ask.heads, ask.kv_heads)
 
@@ -163,38 +192,41 @@ def _round(ask: Ask, number: int) -> Step:
     """Keys at hand come from `number` ranks back. From a lower rank only their early half lies
     before ours; from a higher one only our late half lies after theirs."""
     last = number == ask.ranks - 1
-    sent = () if last else (call("kv_next = send(kv)", _PAIR),)
+    sent = () if last else (communication("send", "kv_next", _PAIR, "kv"),)
     if ask.attention == "naive":
         computed = (
-            call("scores = q x kv[0]^T", (*_ROWS, _N)),
-            call("block = scores x kv[1]", _OUT),
-            call("out_fp32 += block"),
+            scores_gemm((*_ROWS, _N), "q", TensorInput("kv", 0)),
+            gemm("block", _OUT, "scores", TensorInput("kv", 1)),
+            add_to("out_fp32", "block"),
         )
         note = ""
     else:
         late = number > ask.rank
-        seen = "q, kv" if not number else "late q, kv" if late else "q, early kv"
-        computed = (_block(f"attention_of_block({seen})", f"{_N}/2" if late else _N),)
+        queries = TensorInput("q", half="late" if late else "")
+        keys = TensorInput("kv", half="early" if number and not late else "")
+        computed = (_block("attention_of_block", f"{_N}/2" if late else _N, queries, keys),)
         note = "added to out_fp32, lse"
-    return step(
-        "round",
-        *sent,
-        *computed,
-        note=note,
-        frees=tuple(name for made in computed for name in made.names),
-        moves=() if last else (("kv_next", "kv"),),
+    moves = () if last else (("kv_next", "kv"),)
+    return Step("round", (*sent, *computed), note, _names(*computed), moves)
+
+
+def _block(
+    function: Literal["attention_of_halves", "attention_of_block"],
+    queries: str,
+    *inputs: TensorInput,
+) -> AttentionCore:
+    """Return one block's result, its row sums and its share of the sum in fp32."""
+    dims = ("heads", queries, "head_size")
+    outputs = (
+        TensorOutput("block", dims),
+        TensorOutput("block_lse", dims[:2]),
+        TensorOutput("block_fp32", dims),
     )
+    return AttentionCore(outputs, inputs, function=function)
 
 
-def _start_sums() -> Call:
-    """Running result of attention in blocks, and its row sums."""
-    return call("out_fp32, lse = start_sums(q)", _OUT, _ROWS)
-
-
-def _block(text: str, queries: str) -> Call:
-    """One block's result, its row sums and its share of the sum, widened."""
-    out = ("heads", queries, "head_size")
-    return call(f"block, block_lse, block_fp32 = {text}", out, out[:2], out)
+def _names(*operations: Operation) -> tuple[str, ...]:
+    return tuple(output.name for operation in operations for output in operation.outputs)
 
 
 def _check_sequence(ask: Ask, kind: str) -> None:

@@ -3,14 +3,20 @@ tokens cut over dp, and over tp between the layers (sequence parallel, Korthikan
 
 from __future__ import annotations
 
+from fourfold.cost.trace.operations import (
+    Given,
+    activated_gemm,
+    communication,
+    gemm,
+    given,
+    multiply_by,
+)
 from fourfold.cost.trace.steps import (
     Ask,
-    Call,
     Kind,
     Program,
     Step,
     axis_groups,
-    call,
     divided,
     step,
 )
@@ -27,8 +33,8 @@ def mlp(ask: Ask) -> Program:
             hint="use mlp2d, which also splits tokens over dp",
         )
     whole = ("tokens", "hidden")
-    hold, *products = _products("tokens", call("input", whole), gated=ask.gated)
-    total = call("output = all_reduce(partial)", whole)
+    hold, *products = _products("tokens", given("input", *whole), gated=ask.gated)
+    total = communication("all-reduce", "output", whole, "partial")
     summed = step("sum", total, note="over tp", frees=("partial",))
     return _mlp(ask, "mlp", (hold, *products, summed), ask.tokens)
 
@@ -41,32 +47,32 @@ def mlp2d(ask: Ask) -> Program:
         raise UserError(rule, field="cp", value=layout.cp, hint=f"use dp = {layout.dp * layout.cp}")
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
     part = ("tokens/dp/tp", "hidden")
-    hold, *products = _products("tokens/dp", call("input_part", part), gated=ask.gated)
-    whole = call("input = all_gather(input_part)", ("tokens/dp", "hidden"))
+    hold, *products = _products("tokens/dp", given("input_part", *part), gated=ask.gated)
+    whole = communication("all-gather", "input", ("tokens/dp", "hidden"), "input_part")
     gather = step("gather", whole, note="over tp", frees=("input_part",))
-    total = call("output = reduce_scatter(partial)", part)
+    total = communication("reduce-scatter", "output", part, "partial")
     cut = step("sum and cut", total, note="over tp", frees=("partial",))
     return _mlp(ask, "mlp2d", (hold, gather, *products, cut), ask.tokens // layout.dp)
 
 
-def _products(tokens: str, source: Call, *, gated: bool) -> tuple[Step, ...]:
+def _products(tokens: str, source: Given, *, gated: bool) -> tuple[Step, ...]:
     """Return the steps that hold weights and input, and the GEMMs of `tokens` tokens.
 
     A gated MLP has a third matrix, W3 in Llama's naming: act(input x W1) is multiplied by
     input x W3.
     """
     first, second = ("layers", "hidden", "ffn/tp"), ("layers", "ffn/tp", "hidden")
-    weights = (call("W1", first), call("W3", first)) if gated else (call("W1", first),)
-    names = ", ".join((*(weight.text for weight in weights), "W2"))
+    weights = (given("W1", *first), *([given("W3", *first)] if gated else []))
+    names = "W1, W3, W2" if gated else "W1, W2"
     note = f"{names}: this rank's columns and rows, of all layers"
-    hold = step("hold", *weights, call("W2", second), source, note=note)
-    activate = call("intermediate = act(input x W1)", (tokens, "ffn/tp"))
-    down = call("partial = intermediate x W2", (tokens, "hidden"))
+    hold = step("hold", *weights, given("W2", *second), source, note=note)
+    activate = activated_gemm("intermediate", (tokens, "ffn/tp"), "input", "W1")
+    down = gemm("partial", (tokens, "hidden"), "intermediate", "W2")
     last = step("down", down, note="this rank's share of the sum")
     if not gated:
         return hold, step("up", activate, note="one layer"), last
-    multiply = step("multiply", call("intermediate *= up"), frees=("up",))
-    up = step("up", call("up = input x W3", (tokens, "ffn/tp")), note="one layer")
+    multiply = step("multiply", multiply_by("intermediate", "up"), frees=("up",))
+    up = step("up", gemm("up", (tokens, "ffn/tp"), "input", "W3"), note="one layer")
     return hold, step("gate", activate, note="one layer"), up, multiply, last
 
 

@@ -4,12 +4,12 @@ A tensor is held as long as its name; a step that writes a name in use holds bot
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import Literal
 
+from fourfold.cost.trace.operations import Operation
 from fourfold.errors import UserError
 from fourfold.spec import catalog, check, words
 from fourfold.spec.cluster import Cluster, stretched
@@ -55,55 +55,11 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A formula, as it is printed, counted (walk.py) and run (engine/trace/steps.py), and the
-    symbolic sizes of what it makes: 'q, k = verb(a, b)', 'out = a x b^T', 'sum += a', 'x *= a', or
-    the name alone of a tensor that is there from the start."""
-
-    text: str
-    dims: tuple[tuple[str, ...], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.text.partition(" = ")[0].split(", ")) if self.dims else ()
-
-    @property
-    def is_product(self) -> bool:
-        return " x " in self.text
-
-    @property
-    def verb(self) -> str:
-        """Of products 'x' and 'x^T', with an activation 'act(x)'."""
-        if in_place := _IN_PLACE.search(self.text):
-            return in_place[1]
-        right = self.text.partition(" = ")[2]
-        return _PRODUCT.sub("x", right) if self.is_product else right.partition("(")[0]
-
-    @property
-    def of(self) -> list[str]:
-        """What it works on: the last word of each argument, kv[0] is a part of kv."""
-        if product := _PRODUCT.search(self.text):
-            return [product[1], product[2]]
-        if in_place := _IN_PLACE.search(self.text):
-            return self.text.split(in_place[0])
-        inside = re.search(r"\((.*)\)", self.text)
-        return [part.split()[-1] for part in inside[1].split(", ")] if inside else []
-
-
-_IN_PLACE = re.compile(r" ([+*]=) ")
-_PRODUCT = re.compile(r"(\w+) x ([\w\[\]]+)")
-
-
-def call(text: str, *dims: tuple[str, ...]) -> Call:
-    return Call(text, dims)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """`frees` and `moves` end names by hand; `times` repeats the step and leaves memory alone."""
 
     name: str
-    calls: tuple[Call, ...]
+    operations: tuple[Operation, ...]
     note: str = ""
     frees: tuple[str, ...] = ()
     moves: tuple[tuple[str, str], ...] = ()
@@ -111,12 +67,12 @@ class Step:
 
     @property
     def formula(self) -> str:
-        done = "; ".join(each.text for each in self.calls if "=" in each.text)
+        done = "; ".join(filter(None, (operation.formula for operation in self.operations)))
         return f"{done} ({self.note})" if done and self.note else done or self.note
 
 
-def step(name: str, *calls: Call, **rest: Any) -> Step:
-    return Step(name, calls, **rest)
+def step(name: str, *operations: Operation, note: str = "", frees: tuple[str, ...] = ()) -> Step:
+    return Step(name, operations, note, frees)
 
 
 @dataclass(frozen=True, slots=True)

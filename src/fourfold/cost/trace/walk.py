@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import get_args
 
 from fourfold.cost.trace import attention, mlp, symbols
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, AxisGroups, Call, Kind, Program, Step
-from fourfold.result.trace import How, MessageCount, Op, StepCount, TensorCount
+from fourfold.cost.trace.operations import Communication, Operation, TensorOutput
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, AxisGroups, Kind, Program, Step
+from fourfold.result.trace import MessageCount, Op, StepCount, TensorCount
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES, Dtype
 
@@ -22,8 +22,6 @@ PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
     "mlp": mlp.mlp,
     "mlp2d": mlp.mlp2d,
 }
-_OPS: dict[str, Op] = {op.replace("-", "_"): op for op in get_args(Op)}
-_COPIES = ("by_owner", "by_token", "by_head", "in_order", "stack", "cast")
 
 
 def walk(program: Program) -> tuple[StepCount, ...]:
@@ -35,15 +33,13 @@ def walk(program: Program) -> tuple[StepCount, ...]:
 def _walked(step: Step, program: Program, held: dict[str, TensorCount]) -> StepCount:
     """A tensor that replaces another of its name is written before that is let go."""
     done = StepCount(step.name, step.formula, step.times)
-    for call in step.calls:
-        made = [
-            _tensor(*one, call.verb, program) for one in zip(call.names, call.dims, strict=True)
-        ]
-        of = [held[name.partition("[")[0]] for name in call.of]
-        done.flops += _flops(call, made, of)
-        if call.verb in _OPS:
-            whole = max(made[0].bytes, of[0].bytes)
-            done.messages += (MessageCount(_OPS[call.verb], program.groups[0].name, whole),)
+    for operation in step.operations:
+        made = [_tensor(output, operation, program) for output in operation.outputs]
+        read = [held[tensor.name] for tensor in operation.inputs]
+        done.flops += operation.flops(made, read)
+        if isinstance(operation, Communication):
+            size = operation.buffer_bytes(made, read)
+            done.messages += (MessageCount(operation.op, program.groups[0].name, size),)
         for tensor in made:
             done.tensors += (tensor,)
             if tensor.how != "view":
@@ -58,30 +54,14 @@ def _walked(step: Step, program: Program, held: dict[str, TensorCount]) -> StepC
     return done
 
 
-def _tensor(name: str, dims: tuple[str, ...], verb: str, program: Program) -> TensorCount:
-    """Sums of attention are wide."""
+def _tensor(output: TensorOutput, operation: Operation, program: Program) -> TensorCount:
+    """Return a tensor in numbers; sums of attention are fp32 or wider."""
     wide: Dtype = "fp64" if program.dtype == "fp64" else "fp32"
-    dtype = wide if name.endswith(("_fp32", "lse")) else program.dtype
-    shape = symbols.shape(dims, program.sizes)
+    dtype = wide if output.name.endswith(("_fp32", "lse")) else program.dtype
+    shape = symbols.shape(output.dims, program.sizes)
     size = prod(shape) * int(DTYPE_BYTES[dtype])
-    return TensorCount(name, shape, dtype, _how(verb), size, symbolic=symbols.bracketed(dims))
-
-
-def _how(verb: str) -> How:
-    if verb in _OPS:
-        return "received"
-    if verb == "parts":
-        return "view"
-    return "copied" if verb in _COPIES else "new"
-
-
-def _flops(call: Call, made: list[TensorCount], of: list[TensorCount]) -> int:
-    """2 a multiply-add of a product; of attention's two, half the square: the causal mask's."""
-    if call.is_product:
-        return 2 * made[0].elements * of[0].shape[-1]
-    if call.verb.startswith("attention"):
-        return 2 * of[0].elements * of[1].shape[-3]
-    return 0
+    symbolic = symbols.bracketed(output.dims)
+    return TensorCount(output.name, shape, dtype, operation.how, size, symbolic=symbolic)
 
 
 def _bytes(held: dict[str, TensorCount]) -> int:

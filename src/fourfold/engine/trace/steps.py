@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fourfold.cost.trace.steps import Ask, Call, Program, Step
+from fourfold.cost.trace.operations import (
+    AttentionCore,
+    Communication,
+    Copy,
+    Gemm,
+    Given,
+    InPlace,
+    Operation,
+    StartSums,
+    TensorInput,
+    View,
+)
+from fourfold.cost.trace.steps import Ask, Program, Step
 from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import JoinedBlocks
@@ -44,12 +56,16 @@ class TraceRank:
     sums: Sequence[JoinedBlocks] = ()
     round: int = 0
     wrong: list[str] = field(default_factory=list)
-    sizes: dict[Call, tuple[int, ...]] = field(init=False)
+    sizes: dict[Operation, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Sizes take longer than a small step, in which nobody is to wait for them."""
-        calls = (call for step in self.program.steps for call in step.calls if call.dims)
-        self.sizes = {call: shape(call.dims[0], self.program.sizes) for call in calls}
+        self.sizes = {
+            operation: shape(operation.outputs[0].dims, self.program.sizes)
+            for step in self.program.steps
+            for operation in step.operations
+            if operation.outputs
+        }
 
     @property
     def tokens(self) -> int:
@@ -57,11 +73,12 @@ class TraceRank:
 
     def do(self, step: Step, expected: StepCount) -> None:
         for left in reversed(range(step.times)):
-            for call in step.calls:
-                self._call(call)
-            for call in step.calls:
-                if call.verb == "send":  # which goes on meanwhile
-                    self.t[call.names[0]] = wait(self.t[call.names[0]])
+            for operation in step.operations:
+                self._run(operation)
+            for operation in step.operations:
+                if isinstance(operation, Communication) and operation.op == "send":
+                    name = operation.outputs[0].name  # it was sent while the others ran
+                    self.t[name] = wait(self.t[name])
             if not left:
                 self.wrong += self._differences(expected)
             for name in step.frees:
@@ -69,14 +86,17 @@ class TraceRank:
             for source, target in step.moves:
                 self.t[target] = self.t.pop(source)
 
-    def _call(self, call: Call) -> None:
-        made = VERBS[call.verb](self, self.sizes.get(call, ()), *map(self._argument, call.of))
+    def _run(self, operation: Operation) -> None:
+        made = run(
+            self, operation, self.sizes.get(operation, ()), *map(self._read, operation.inputs)
+        )
         made = made if isinstance(made, tuple) else (made,)
-        self.t.update(zip(call.names, made, strict=False))
+        names = (output.name for output in operation.outputs)
+        self.t.update(zip(names, made, strict=False))
 
-    def _argument(self, text: str) -> Tensor:
-        name, _, index = text.rstrip("]").partition("[")
-        return self.t[name][int(index)] if index else self.t[name]
+    def _read(self, tensor: TensorInput) -> Tensor:
+        """A half of a tensor is cut by the kernel that takes it."""
+        return self.t[tensor.name] if tensor.index is None else self.t[tensor.name][tensor.index]
 
     def _differences(self, expected: StepCount) -> list[str]:
         """Shape and bytes of every tensor the step has written."""
@@ -96,7 +116,7 @@ def given(s: TraceRank, sizes: tuple[int, ...]) -> Tensor:
     return torch.randn(sizes, device=s.device, dtype=s.dtype).mul_(sizes[-1] ** -0.5)
 
 
-def product(_: TraceRank, sizes: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
+def gemm(_: TraceRank, sizes: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
     """Of scores with values, or of tokens with a weight, of which a list may hold all layers'."""
     if x.ndim == 3:
         return _by_heads(x, y.transpose(0, 1))
@@ -147,7 +167,7 @@ def ordered(s: TraceRank, sizes: tuple[int, ...], x_NKC: Tensor) -> Tensor:
     return in_order(parts, s.tokens // 2)[0].transpose(0, 1)
 
 
-# Attention kernels want [1, H, N, C]: a view of token-major tensors.
+# AttentionCore kernels want [1, H, N, C]: a view of token-major tensors.
 
 
 def batched(x_NHC: Tensor) -> Tensor:
@@ -192,28 +212,54 @@ def zeros(_: TraceRank, sizes: tuple[int, ...], q: Tensor) -> Tensor:
     return q.new_zeros(sizes, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-VERBS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
-    "": given,
-    "x": product,
-    "act(x)": lambda s, sizes, x, y: product(s, sizes, x, y).relu_(),
-    "x^T": scores,
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+def run(s: TraceRank, operation: Operation, sizes: tuple[int, ...], *inputs: Tensor) -> Tensors:
+    """Run one operation. `sizes` is the shape of its first output."""
+    match operation:
+        case Given():
+            return given(s, sizes)
+        case Gemm(transposed=True):
+            return scores(s, sizes, *inputs)
+        case Gemm(activated=True):
+            return gemm(s, sizes, *inputs).relu_()
+        case Gemm():
+            return gemm(s, sizes, *inputs)
+        case InPlace(sign=sign):
+            target, operand = inputs
+            return target.add_(operand) if sign == "+" else target.mul_(operand)
+        case Copy(function=function):
+            return COPIES[function](s, sizes, *inputs)
+        case View():
+            return inputs[0].reshape(sizes)
+        case StartSums(row_sums=row_sums):
+            return start_sums(s, sizes, *inputs) if row_sums else zeros(s, sizes, *inputs)
+        case AttentionCore(function=function):
+            return KERNELS[function](s, sizes, *inputs)
+        case Communication(op=op):
+            return EXCHANGES[op](s, sizes, *inputs)
+    raise AssertionError(operation)
+
+
+Function = Callable[..., Tensors]
+COPIES: dict[str, Function] = {
     "by_owner": by_owner,
     "by_token": transposed,
     "by_head": transposed,
-    "parts": lambda s, sizes, x: x.reshape(sizes),
     "in_order": ordered,
     "stack": lambda s, sizes, *parts: torch.stack(parts),
-    "zeros": zeros,
-    "+=": lambda s, sizes, x, y: x.add_(y),
-    "*=": lambda s, sizes, x, y: x.mul_(y),
     "cast": cast,
+}
+KERNELS: dict[str, Function] = {
     "attention": attention,
-    "start_sums": start_sums,
     "attention_of_halves": halves,
     "attention_of_block": block,
+}
+EXCHANGES: dict[str, Function] = {
     "send": lambda s, sizes, x: start_rotate(x, s.group),
-    "all_to_all": all_to_all,
-    "all_gather": lambda s, sizes, x: all_gather(x, s.group, 0),
-    "reduce_scatter": lambda s, sizes, x: reduce_scatter(x, s.group, 0),
-    "all_reduce": lambda s, sizes, x: all_reduce(x, s.group),
+    "all-to-all": all_to_all,
+    "all-gather": lambda s, sizes, x: all_gather(x, s.group, 0),
+    "reduce-scatter": lambda s, sizes, x: reduce_scatter(x, s.group, 0),
+    "all-reduce": lambda s, sizes, x: all_reduce(x, s.group),
 }
