@@ -36,6 +36,17 @@ def test_a_deadline_that_no_number_of_gpus_meets_says_how_near_they_come() -> No
     assert nearest.days > 2.0
 
 
+def test_calendar_interval_contains_deepseek_v3_and_names_its_seconds(cli: Cli) -> None:
+    """2,664,000 H800-hours for 14.8T tokens on 2,048 GPUs (arXiv 2412.19437, table 1)."""
+    words = ("calendar", "--model", "deepseek-v3", "--gpu", "h800", "--gpus", "2048", "--seq-len",
+             "4096", "--global-batch", "15360", "--stack", "hai-llm", "--precision", "fp8",
+             "--tokens", "14.8T")  # fmt: skip
+    best = cli.json(*words)["best"]
+    assert best["days_low"] < 2_664_000 / 2048 / 24 < best["days_high"]
+    assert "hai-llm: no measured runs of this stack here" in best["step_times"][0]
+    assert best["step_times"][0] in cli(*words)
+
+
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(

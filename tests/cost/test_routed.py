@@ -21,7 +21,7 @@ from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.pipeline import in_flight
+from fourfold.cost.step.pipeline import fill_share, in_flight
 from fourfold.cost.step.traffic import copies, host_layer_s
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
@@ -32,6 +32,7 @@ from fourfold.search.stack_names import match_stack
 from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.verbs.plan import plan
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.specs import run_spec
 
@@ -329,3 +330,28 @@ def test_what_an_engine_keeps_is_its_habit(tmp_path: Path) -> None:
     rows = parsed(tmp_path, titan, titan | {"note": "", "stack": "torchtitan-2026-compile"},
                   titan | {"note": "loss compiled only"})  # fmt: skip
     assert rows.columns.compiled_loss.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_dualpipe_fills_a_third_as_long_and_holds_two_stages() -> None:
+    """DeepSeek-V3's report, table 2: (p/2-1)(F&B+B-3W) of (p-1)(F+B), weights of two stages, and
+    p+1 micro batches in flight on every rank."""
+    alone = run("deepseek-v3", "pp8 dp16 ep16", 128, overlap_kind="dualpipe")
+    both = replace(alone, hides_exchange=np.ones(1))
+    plain = replace(both, overlap=np.zeros(1))
+    assert fill_share(both)[0] == pytest.approx(1 / 3, abs=1e-3)
+    assert fill_share(plain)[0] == fill_share(alone)[0] == 1.0
+    flights = in_flight(both, np.array([64.0]))
+    assert flights.first[0] == flights.last[0] == 9.0
+    assert in_flight(replace(both, vpp=np.full(1, 2.0)), np.array([64.0])).first[0] == 9.0
+    state = [memory(c, defaults()).parts["state"][0] for c in (plain, both)]
+    assert 1.2 < state[1] / state[0] < 2.0
+
+
+def test_engine_of_dualpipe_overlaps_without_being_asked() -> None:
+    ask = {"model": "deepseek-v3", "gpu": "h800", "gpus": 128, "seq_len": 4096,
+           "global_batch": 1920, "stack": "hai-llm", "layout": "pp8 ep16"}  # fmt: skip
+    query, _ = resolved(PlanRequest(**ask))
+    assert query.policy.overlap_exchange
+    off, _ = resolved(PlanRequest(**ask, policy={"overlap_exchange": False}))
+    assert not off.policy.overlap_exchange
+    assert not resolved(PlanRequest(**ask | {"stack": "megatron"}))[0].policy.overlap_exchange

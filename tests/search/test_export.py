@@ -298,3 +298,11 @@ def test_an_own_stack_keeps_the_rules_of_the_engine_it_names() -> None:
     assert stack_rules("gigatron-2023").name == "generic"
     assert stack_defaults("our-nemo-compile").compiled
     assert export.has_rules_of("megatron", "my-megatron")
+
+
+def test_accelerate_export_ignores_the_kind_of_cp_without_cp() -> None:
+    ask = {"model": "llama-2-7b", "gpu": "h100-80gb", "gpus": 16, "seq_len": 4096,
+           "global_batch": 64, "layout": "cp1", "policy": {"cp_kind": "ulysses"}}  # fmt: skip
+    written = fourfold.export(PlanRequest(**ask, export="accelerate"))
+    assert written.engine == "accelerate"
+    assert "distributed_type: FSDP" in written.script

@@ -46,6 +46,13 @@ class OverlapKind:
     chunks: float
     paid: float = 0.0
     shared: bool = False
+    fill: float = 1.0
+    stages: float = 1.0
+
+    @property
+    def is_schedule(self) -> bool:
+        """Whether the pipeline runs in an order of its own."""
+        return self.fill < 1.0
 
 
 OVERLAPS = catalog.kinds(OverlapKind, "overlaps.toml")

@@ -24,7 +24,7 @@ from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate, once_ops, part_of
-from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
+from fourfold.cost.step.pipeline import StageTimes, chunk_layers, has_own_schedule, pipeline_s
 from fourfold.cost.step.rates import rates_of
 from fourfold.cost.step.traffic import sent_copies
 from fourfold.result.report import Prediction
@@ -128,7 +128,7 @@ def _groups(c: Columns) -> dict[tuple[int, int, int, int], list[int]]:
     """Places of runs whose events come in the same order."""
     micros = c.micros
     groups: dict[tuple[int, int, int, int], list[int]] = {}
-    for i in np.flatnonzero(c.pp > 1):
+    for i in np.flatnonzero((c.pp > 1) & ~has_own_schedule(c)):
         key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
         groups.setdefault(key, []).append(int(i))
     return groups

@@ -13,6 +13,7 @@ from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import chosen_layout, chosen_policy
+from fourfold.units import counted
 
 SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule",
                    "virtual_stages", "recompute", "attention")  # fmt: skip
@@ -268,6 +269,18 @@ class PlanAnswer:
     @property
     def best(self) -> PlanRow | None:
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def step_times(self) -> str:
+        """Whose step times they are: 'step times (near) for ENGINE on CLUSTER (...)'."""
+        known = self.calibration
+        stack = "a typical engine" if self.stack == "generic" else self.stack
+        times = f"step times ({self.best.provenance})" if self.best else "step times"
+        if known.note:
+            return f"{times} for {stack}: {known.note}"
+        p90 = f", 9 in 10 within {known.error_p90_pct:.1f}%" if known.error_p90_pct else ""
+        runs = f"(calibration '{known.name}', {counted(known.rows, 'measured run')}{p90})"
+        return f"{times} for {stack} on {self.cluster} {runs}"
 
     def plain(self) -> dict[str, Any]:
         absent = {name for name in ("routed", "rounder_batch") if getattr(self, name) is None}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
@@ -162,6 +163,9 @@ def usual_policy(stack: str, policy: Policy, decided: set[str], *, release: bool
     if "attention" not in decided and stack.startswith("megatron-deepspeed") and not release:
         # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
         changes["attention"] = "fused-softmax"
+    if "overlap_exchange" not in decided and OVERLAPS[usual.overlap].is_schedule:
+        # DualPipe is how such an engine's pipeline runs.
+        changes["overlap_exchange"] = True
     return with_gradient_dtypes(stack, replace(policy, **changes))
 
 

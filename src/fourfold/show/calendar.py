@@ -95,6 +95,7 @@ def _remarks(answer: Calendar, best: CalendarPoint) -> Iterable[str]:
         f"checkpoint of {show_bytes(best.checkpoint_bytes)} every {best.checkpoint_s / 60:.0f} "
         f"minutes"
     )
+    yield from best.step_times
     left_out = ["the queue", "data preparation"]
     if best.spare_hosts:
         cost = "" if best.spare_cost is None else f", cost {best.spare_cost:,.0f}"

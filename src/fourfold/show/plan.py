@@ -170,15 +170,7 @@ def _sure(one: Alternative) -> str:
 
 def source(plan: PlanAnswer) -> str:
     """Whose seconds they are, and how FLOPs are counted."""
-    known = plan.calibration
-    stack = "a typical engine" if plan.stack == "generic" else plan.stack
-    rule = f"TFLOP/s and MFU by {plan.flop_rule}"
-    times = f"step times ({plan.best.provenance})" if plan.best else "step times"
-    if known.note:
-        return f"{times} for {stack}: {known.note}; {rule}"
-    p90 = f", 9 in 10 within {known.error_p90_pct:.1f}%" if known.error_p90_pct else ""
-    runs = f"(calibration '{known.name}', {counted(known.rows, 'measured run')}{p90})"
-    return f"{times} for {stack} on {plan.cluster} {runs}; {rule}"
+    return f"{plan.step_times}; TFLOP/s and MFU by {plan.flop_rule}"
 
 
 def _details(plan: PlanAnswer) -> Iterable[str]:

@@ -229,6 +229,7 @@ def _point(
         spare_gpu_hours=spares,
         spare_cost=None if price is None else price * spares,
         shares=_shares(found),
+        step_times=tuple(dict.fromkeys(plan.step_times for plan in plans)),
         in_time=None if deadline is None else found.chance(deadline * DAY_S),
         in_budget=None
         if budget is None or cost is None

@@ -107,6 +107,7 @@ class CalendarPoint:
     in_time: float | None = None  # chances
     in_budget: float | None = None
     reason: str = ""
+    step_times: tuple[str, ...] = ()  # whose they are, phase by phase
 
     def meets(self, request: CalendarRequest) -> bool:
         chances = (one for one in (self.in_time, self.in_budget) if one is not None)
@@ -114,7 +115,8 @@ class CalendarPoint:
 
     def flat(self) -> dict[str, Any]:
         shares = {f"{name}_share": share for name, share in self.shares.items()}
-        lists = {"layouts": "; ".join(self.layouts), "step_s": sum(self.step_s[:1])}
+        texts = {"layouts": "; ".join(self.layouts), "step_times": "; ".join(self.step_times)}
+        lists = {**texts, "step_s": sum(self.step_s[:1])}
         return {**codec.encode(self), **lists, **shares, "shares": None}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.dispatch import OVERLAPS, fact
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.interval import TWO_SIDED_80
@@ -25,7 +26,7 @@ from fourfold.cost.memory.stage import around_bytes, stages
 from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
 from fourfold.cost.ops.op import Sizes
-from fourfold.cost.step.pipeline import in_flight, stage_layers
+from fourfold.cost.step.pipeline import has_own_schedule, in_flight, stage_layers
 
 GIB = 2.0**30
 Params = list[Floats]  # of a rank, or bytes of one, by KINDS
@@ -69,9 +70,12 @@ def state_bytes(c: Columns, coef: Coefficients, *, params: Params) -> Floats:
 def weight_bytes(c: Columns) -> Params:
     """Of one parameter: itself, its gradient and its optimizer's state, divided as ZeRO says."""
 
+    # Two ranks that hold the same stage divide its optimizer, not its weights and gradients.
+    copies = np.where(has_own_schedule(c), fact(c.overlap, "stages", OVERLAPS), 1.0)
+
     def over(ranks: Floats) -> Floats:
         parted = [np.where(c.zero >= stage, ranks, 1.0) for stage in (1, 2, 3)]
-        return c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+        return c.opt_bytes / parted[0] + copies * (c.acc_bytes / parted[1] + 2.0 / parted[2])
 
     return [over(kind.shards(c)) for kind in KINDS.values()]
 

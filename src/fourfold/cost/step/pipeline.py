@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost import dispatch
 from fourfold.cost.columns import BY_COST, Columns, Floats
@@ -125,15 +126,16 @@ class InFlight:
 def in_flight(c: Columns, micros: Floats) -> InFlight:
     """The lists of cost/schedule.py in closed form: exact for whole rounds, where the last
     round is cut short a little more than is held."""
-    split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
+    two_way = has_own_schedule(c)
+    split, looped = c.schedule == _ZERO_BUBBLE, (c.vpp > 1) & ~two_way
     # Under whose backward the next one's exchange hides: a forward of one part more.
     chunks = dispatch.fact(c.overlap, "chunks", dispatch.OVERLAPS)
-    ahead = np.where(c.pp > 1, c.hides_exchange * chunks / c.vpp, 0.0)
+    ahead = np.where(c.pp > 1, c.hides_exchange * chunks / np.where(looped, c.vpp, 1.0), 0.0)
     first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
     # A rank begins two forwards of one of its parts later than the rank before it.
     second = np.where(split, first, np.where(looped, first - 2.0 / c.vpp, c.pp - 1.0))
     started = np.where(looped, ((c.vpp - 1.0) * c.pp + 1.0) / c.vpp, 1.0)
-    last = np.where(split, c.pp, started)
+    last = np.where(split | two_way, c.pp, started)
     every = (c.schedule == _GPIPE) & (c.pp > 1)
     first, second, last = (
         np.where(every, micros, np.minimum(micros, some + ahead)) for some in (first, second, last)
@@ -144,7 +146,15 @@ def in_flight(c: Columns, micros: Floats) -> InFlight:
 def fill_share(c: Columns) -> Floats:
     """What a schedule leaves of the pipeline's filling: interleaved, it shrinks by the virtual
     stages; of zero-bubble H1 a third remains (Qi et al., arXiv 2401.10241)."""
-    return np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
+    share = np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
+    of_overlap = dispatch.fact(c.overlap, "fill", dispatch.OVERLAPS)
+    return np.where(has_own_schedule(c), of_overlap, share)
+
+
+def has_own_schedule(c: Columns) -> NDArray[np.bool_]:
+    """Whether the kind of overlap brings an order of the pipeline that no list here has."""
+    is_schedule = dispatch.fact(c.overlap, "is_schedule", dispatch.OVERLAPS) > 0
+    return is_schedule & (c.hides_exchange > 0)
 
 
 class StageTimes(NamedTuple):
