@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import resource
 import signal
-import socket
 import time
 import tomllib
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +44,6 @@ from .test_report_page import violations
 ASKED = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "gpus": "16", "seq_len": "8192",
          "global_batch": "128", "stack": "megatron"}  # fmt: skip
 REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
-FILES = 192  # that the server may have open
 LARGE = PlanRequest(
     model="llama-3.1-70b", gpu="h100-80gb", gpus=512, seq_len=8192, global_batch=1024
 )
@@ -79,7 +75,7 @@ def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **
 @pytest.mark.parametrize("headers", REFUSED["elsewhere"])
 def test_a_request_from_elsewhere_is_refused(headers: dict[str, str]) -> None:
     for path in ("/", "/plan", "/nothing"):
-        assert ask(app(Served()), path, **headers)[0] == 403
+        assert ask(app(Served()), path, **headers)[0] == (400 if "host" in headers else 403)
 
 
 def test_own_pages_may_ask_and_nothing_is_written() -> None:
@@ -109,7 +105,7 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
     assert "SameSite=Strict" in headers["set-cookie"]
     assert ask(served, "/", cookie="token=secret-token")[0] == 200
     assert ask(served, "/", cookie="token=other")[0] == 403
-    assert ask(served, "/", {"token": "secret-token"}, host="evil.example:8300")[0] == 403
+    assert ask(served, "/", {"token": "secret-token"}, host="evil.example:8300")[0] == 400
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED["bad"])
@@ -414,9 +410,8 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     folder.root.mkdir()
     folder.describe(specs(1)[0], TrainSettings(steps=50))
     folder.metrics.write_text(curve.lines([_point(step) for step in range(1, 6)]))
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731
     words = ("--runs", str(tmp_path / "runs"), "--train", str(folder.root))
-    with serving(*words, limit=few) as address:
+    with serving(*words) as address:
         yield address, tmp_path
 
 
@@ -484,19 +479,6 @@ def test_a_store_grows_and_a_loss_falls_in_a_browser(server, view) -> None:
         stream.write(curve.lines([_point(step) for step in range(6, 11)]))
     curves.page.wait_for_selector("#about:has-text('step 10, loss 10')")
     assert curves.marks("loss")["lines"] == 1
-
-
-def test_half_open_connections_silence_nobody(server) -> None:
-    """More than it may have open files: those that ask nothing give way to one that asks."""
-    address, _ = server
-    port = int(address.rsplit(":")[-1].strip("/"))
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * FILES)]
-    for one in idle:
-        one.sendall(b"GET / HTTP/1.1\r\nHost: ")
-    with urllib.request.urlopen(f"{address}runs/state") as answer:
-        assert json.load(answer)["count"] >= 4
-    for one in idle:
-        one.close()
 
 
 def test_a_stored_text_with_half_a_character_is_served(tmp_path) -> None:

@@ -47,7 +47,7 @@ def serve(args: Any, show: OnEvent) -> Output:
     except ImportError as error:
         raise UserError(f"needs {error.name}", hint="pip install 'fourfold[serve]'") from None
     from fourfold.page.document import plotly_script
-    from fourfold.page.guard import BACKLOG, Served, listening, protocol
+    from fourfold.page.guard import Served, listening
     from fourfold.page.serve import app
 
     plotly_script("serve")
@@ -69,9 +69,7 @@ def serve(args: Any, show: OnEvent) -> Output:
 
         webbrowser.open(address)
     quiet = {"ws": "none", "log_level": "error", "access_log": False}
-    config = uvicorn.Config(
-        app(settings), http=protocol(), loop="asyncio", backlog=BACKLOG, **quiet
-    )
+    config = uvicorn.Config(app(settings), loop="asyncio", **quiet)
     uvicorn.Server(config).run(sockets=[socket])
     return Output(raw="")
 

@@ -148,6 +148,8 @@ class Views:
 
 def app(settings: Served) -> Any:
     from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
 
@@ -167,7 +169,11 @@ def app(settings: Served) -> Any:
     async def refused(request: Any, error: Exception) -> Any:
         return HTMLResponse(message(error), status_code=422)
 
-    return Guard(Starlette(routes=routes, exception_handlers={UserError: refused}), settings)
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False),
+        Middleware(Guard, settings=settings),
+    ]
+    return Starlette(routes=routes, exception_handlers={UserError: refused}, middleware=middleware)
 
 
 def message(error: Exception) -> str:
