@@ -108,6 +108,7 @@ def test_rows_that_were_fitted_are_measured_and_larger_ones_near(tmp_path: Path)
     other[head.index("seq_len")] = str(64 * int(other[head.index("seq_len")]))
     broken = lines[1].split(",")
     broken[head.index("n_gpus")] = ""
+    other[head.index("row_id")], broken[head.index("row_id")] = "longer", "broken"
     rows = tmp_path / "rows.csv"
     rows.write_text("\n".join([*lines[:2], ",".join(other), ",".join(broken)]))
     told = [row["provenance"] for row in fourfold.predict_table(str(rows)).rows()]

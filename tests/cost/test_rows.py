@@ -10,6 +10,7 @@ import pytest
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import stack_of_release
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.logs.experts import model_columns
@@ -64,11 +65,57 @@ def same(rows: Rows, stack: str, model: str, layout: str = LAYOUT, **wanted: Any
         ("fourfold", {"sharding": "zero2", "note": "; compiled"},
          {"sharding": "zero2", "compile": True}),
         ("llm-foundry-2023", {"note": "pure"}, {"reduce_dtype": "bf16"}),
+        ("nemo-2025", {"grad_dtype": "fp32"}, {"grad_dtype": "fp32", "reduce_dtype": "fp32"}),
+        ("megatron-lm-2024", {"reduce_dtype": "bf16"},
+         {"grad_dtype": "bf16", "reduce_dtype": "bf16"}),
+        ("torchtitan-2025", {"reduce_dtype": "bf16"}, {"reduce_dtype": "bf16"}),
+        ("aleph-2023", {"grad_dtype": "fp32"}, {"grad_dtype": "fp32"}),
+        ("nemo-2025", {"optimizer_dtype": "bf16"}, {"optimizer_dtype": "bf16"}),
+        ("nemo-2025", {"cuda_graph": "full_iteration"}, {"cuda_graph": True}),
+        ("nemo-2025", {"overlap": "tp"}, {"overlap_grad_reduce": False, "async_tp": True}),
+        ("megatron-lm-2024", {"overlap": "tp grad-reduce"}, {"async_tp": True}),
+        ("megatron-lm-2024", {"overlap": "none"}, {"overlap_grad_reduce": False}),
+        ("nemo", {"engine_release": "25.04"}, {}),
+        ("generic", {"precision": "bf16-pure"}, {"precision": "bf16-pure"}),
     ],
 )  # fmt: skip
 def test_a_published_row_is_priced_as_the_run_it_describes(stack, cells, wanted) -> None:
     rows = parse(table(published("llama-3.1-8b", stack=stack, **cells)))
-    same(rows, stack, "llama-3.1-8b", **wanted)
+    same(rows, stack_of_release(stack, cells.get("engine_release", "")), "llama-3.1-8b", **wanted)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({}, "gradients bf16, overlap of gradients and tp: habits of nemo-2025"),
+        ({"overlap": "none"}, "gradients bf16: habit of nemo-2025"),
+        ({"overlap": "none", "grad_dtype": "fp32"}, ""),
+        ({"stack": "megatron-lm-2024"}, "gradients fp32: habit of megatron-lm-2024"),
+        (
+            {"stack": "megatron-lm-2024", "precision": "fp16"},
+            "gradients fp16, reduced in fp32: habit of megatron-lm-2024",
+        ),
+        (
+            {"overlap": "sometimes"},
+            "not expressible: overlap is not none, or some of grad-reduce, param-gather, tp",
+        ),
+        ({"grad_dtype": "int8"}, "not expressible: grad_dtype is not one of bf16, fp16, fp32"),
+        ({"nvlink_domain": 4}, "not expressible: nvlink_domain must cover the 8 GPUs of a node"),
+        (
+            {"engine_release": "26.04"},
+            "not expressible: engine_release 26.04 contradicts the year of nemo-2025",
+        ),
+    ],
+)
+def test_row_says_which_habits_of_its_stack_blank_cells_took(cells, said) -> None:
+    assert parse(table(published("llama-3.1-8b", **cells))).reasons == [said]
+
+
+def test_row_with_an_nvlink_domain_has_it_apart_from_its_nodes() -> None:
+    cells = {"stack": "nemo-2025", "cluster": "", "gpus_per_node": 4, "hardware": "gb200"}
+    for domain, expected in (("", 72.0), (8, 8.0), (36, 36.0)):
+        rows = parse(table(published("llama-3.1-8b", **cells, nvlink_domain=domain)))
+        assert (rows.columns.domain[0], rows.columns.node[0]) == (expected, 4.0)
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3"])

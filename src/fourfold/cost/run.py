@@ -156,24 +156,36 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
     }
 
 
+def gradient_bytes(policy: Policy, stack: str) -> tuple[float, float]:
+    """Return the bytes of a gradient's element on the wire and in memory: as stated, else by the
+    engine's habit; a pure precision has no wider ones."""
+    dtypes = policy.dtypes
+    wire, held = stack_defaults(stack).gradient_bytes(dtypes.compute)
+    is_pure = policy.precision == "bf16-pure"
+    if policy.reduce_dtype or stack == "fourfold":
+        wire = DTYPE_BYTES[dtypes.reduce]
+    elif is_pure:
+        wire = min(wire, 2.0)
+    if policy.grad_dtype or stack == "fourfold":
+        held = DTYPE_BYTES[dtypes.grad]
+    elif is_pure:
+        held = min(held, 2.0)
+    return wire, held
+
+
 def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
     usual, dtypes = stack_defaults(stack), policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
-    # Named engines sum and reduce in what they are known to; only a stated format overrides that.
-    wire, held = usual.gradient_bytes(precision)
-    if policy.reduce_dtype or stack == "fourfold":
-        wire = DTYPE_BYTES[dtypes.reduce]
-    if policy.grad_dtype or stack == "fourfold":
-        held = DTYPE_BYTES[dtypes.grad]
+    wire, held = gradient_bytes(policy, stack)
     master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0
     count, update_traffic = OPTIMIZERS[policy.optimizer]
     moments = count * DTYPE_BYTES[dtypes.optimizer]
     return {
         "precision": DTYPES.index(precision),
         **scaling_facts(policy.scaling_kind, generation),
-        "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
-        "acc_bytes": min(held, 2.0) if policy.precision == "bf16-pure" else held,
+        "grad_bytes": wire,
+        "acc_bytes": held,
         "opt_bytes": master + moments,
         "act_bytes": around,
         "saved_bytes": usual.fp8_saved_bytes if precision in AROUND else around,

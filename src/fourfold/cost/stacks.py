@@ -240,6 +240,18 @@ def family_of(stack: str) -> str:
     return re.sub(r"-(20\d\d|v?\d\d?\.\d).*", "", without_experts(stack))
 
 
+def stack_of_release(stack: str, release: str) -> str:
+    """Return the name of a stack with the year of its release, where that is named by date:
+    'megatron-bridge' of 26.04 is 'megatron-bridge-2026'. Other releases are not told apart."""
+    named, released = year_of(stack), year_of(f"-{release.strip()}")
+    if released is None or named == released:
+        return stack
+    if named is not None:
+        rule = f"contradicts the year of {stack}"
+        raise UserError(rule, field="engine_release", value=release)
+    return f"{stack}-{released}"
+
+
 @functools.cache
 def year_of(stack: str) -> int | None:
     """By its name, or by its release: 26.04 is of 2026."""

@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.cost.stacks import is_known
-from fourfold.cost.table.reference import EXPERT_COLUMNS, INCOMPLETE, NoteWords
+from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
 from fourfold.logs.experts import model_columns
 from fourfold.logs.nested import ADAPTERS, OFFLOADED, number, whole
 from fourfold.logs.words import COUNTS, NUMBERS
-from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import policy_word
 
-COLUMNS = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
+COLUMNS = SCHEMA
 # After those of the schema: how the run ended, what is missing, how step_s was found, and what no
 # column can say of the model or its training.
 EXTRA = (

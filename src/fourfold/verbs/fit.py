@@ -27,6 +27,7 @@ from fourfold.spec.layout import AXES
 from fourfold.units import counted
 from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import known_cluster, read_calibration
+from fourfold.verbs.predict import name_measured_stacks
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
 _SUGGESTED = ("row_id", "stack", "cluster", "model", "seq_len", "n_gpus", *AXES, "mbs", "gbs",
@@ -73,9 +74,12 @@ def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
     return check.given(tables, "ROWS.csv", "or pass --runs DIR")
 
 
-def _read(path: str, on_event: OnEvent) -> Rows:
-    """A table, with a word about measured values that are none, and where no row says enough."""
+def _read(path: str, on_event: OnEvent, known: Calibration | None = None) -> Rows:
+    """A table, with a word about measured values that are none, and where no row says enough; the
+    engines of its rows by the names of stacks that a calibration knows."""
     table = read_table(path)
+    if known is not None:
+        name_measured_stacks(table, known)
     if wrong := impossible(table):
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         warnings(on_event)(f"{path}: not used, as not {door.POSSIBLE}: {some}")
@@ -159,11 +163,12 @@ class Scores(Answer):
 
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
-    tables = [_read(path, on_event) for path in request.rows]
     asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot,
              "folds": request.folds}  # fmt: skip
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
+    # As 'predict' reads them, where nothing is fitted again by the names in the table.
+    tables = [_read(path, on_event, None if how else known) for path in request.rows]
     found = study(tables, known, asked=how, tell=notes(on_event))
     pairs = pair_scores(found) if request.pairs else ()
     return Scores(found, fold_scores(found), pairs)

@@ -9,9 +9,10 @@ from typing import Any
 
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.cost.experts import further
-from fourfold.cost.run import has_newer_flash
+from fourfold.cost.run import gradient_bytes, has_newer_flash
 from fourfold.cost.stacks import StackDefaults, stack_defaults
 from fourfold.cost.table.cells import Cells, number
+from fourfold.cost.table.reference import OVERLAP_WORDS
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.cluster import TYPICAL, Cluster, Link
@@ -31,13 +32,14 @@ _WINDOW = 128
 _USUAL_CAPACITY = 1.0
 _GROUPED_FROM = 512  # ranks, from which a stack shards in its usual groups
 _PRECISION = {"": "bf16-mixed", "bf16": "bf16-mixed", **{name: name for name in DTYPES[1:]},
-              "bf16-mixed": "bf16-mixed", "bf16-pure": "bf16-mixed"}  # fmt: skip
+              "bf16-mixed": "bf16-mixed", "bf16-pure": "bf16-pure"}  # fmt: skip
 _SHARDING = {name: name for name in SHARDINGS} | {"none": "zero0", "ddp": "zero0"}
 # The published tables say "fused" of Megatron's fused softmax.
 _ATTENTION = {"": "auto", "flash": "auto", "flash1": "auto", "flash2": "auto", "flash3": "cudnn",
               "fused": "fused-softmax", "fused-softmax": "fused-softmax",
               "unfused": "unfused"}  # fmt: skip
 _FLASH = ("", "flash", "flash2", "flash3")
+_STATE_DTYPES = {"": None, "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _ACTIVATIONS = {"moe_act", "act", "swiglu"}
 _NORMS = {"layernorm", "rmsnorm", "norm"}
 
@@ -155,20 +157,72 @@ def _policy(cells: Cells, usual: StackDefaults, cluster: Cluster, *, is_laid_out
     known["attention"] = cells.one_of("attention", _ATTENTION, PRICED_ATTENTION)
     known["dispatcher"] = _dispatcher(cells, usual, cluster)
     known["scaling"] = words.scaling
-    if words.pure:
-        known["reduce_dtype"] = "bf16"
-    if words.one_moment or cells["family"] in usual.narrow_moments:
-        known["optimizer_dtype"] = "bf16"  # two moments of two bytes; one of four takes as many
-    return Policy(
+    known |= _dtypes(cells, usual)
+    overlap = _overlap(cells)
+    policy = Policy(
         **known,
         cp_kind="allgather" if words.gathers_kv else "ring",
         routing="natural" if cells["routing"] in ("natural", "drop") else "forced",
         overlap_exchange=cells.amount("a2a_overlap") > 0,
         compile=usual.compiled if words.compiled is None else words.compiled,
         cuda_graph=words.graphs or cells["cuda_graph"] == _FULL_GRAPH,
-        async_tp=words.async_tp is True,
-        overlap_grad_reduce=not words.no_overlap,
+        async_tp=words.async_tp is True if overlap is None else "tp" in overlap,
+        overlap_grad_reduce=not words.no_overlap if overlap is None else "grad-reduce" in overlap,
+        overlap_param_gather=overlap is None or "param-gather" in overlap,
     )
+    cells.assumed += _habits(cells, policy, usual)
+    return policy
+
+
+def _dtypes(cells: Cells, usual: StackDefaults) -> dict[str, str | None]:
+    """Formats of gradients and moments that a row states; Megatron has one buffer of gradients."""
+    words = cells.words
+    grad, reduce, moments = (
+        cells.one_of(name, _STATE_DTYPES, [*filter(None, _STATE_DTYPES)])
+        for name in ("grad_dtype", "reduce_dtype", "optimizer_dtype")
+    )
+    if words.pure:
+        reduce = reduce or "bf16"
+    elif usual.rules == "megatron":
+        grad, reduce = grad or reduce, reduce or grad
+    if words.one_moment or (not moments and cells["family"] in usual.narrow_moments):
+        moments = "bf16"  # two moments of two bytes; one of four takes as many
+    return {"grad_dtype": grad, "reduce_dtype": reduce, "optimizer_dtype": moments}
+
+
+def _overlap(cells: Cells) -> set[str] | None:
+    """What a row says is overlapped; None: it does not say."""
+    said = set(cells["overlap"].replace(",", " ").split())
+    if not said:
+        return None
+    known = {"none", *OVERLAP_WORDS}
+    if said - known or ("none" in said and len(said) > 1):
+        raise UserError(f"is not none, or some of {', '.join(OVERLAP_WORDS)}", field="overlap")
+    return said - {"none"}
+
+
+def _habits(cells: Cells, policy: Policy, usual: StackDefaults) -> list[str]:
+    """What blank cells of settings were taken as."""
+    stack, compute = cells["stack"].strip() or "generic", policy.dtypes.compute
+    narrow = "fp16" if compute == "fp16" else "bf16"
+    wire, held = (
+        f"fp{8 * size:.0f}" if size > 2.0 else narrow for size in gradient_bytes(policy, stack)
+    )
+    said = []
+    if not (policy.grad_dtype or policy.reduce_dtype):
+        said.append(f"gradients {held}" if wire == held else f"gradients {held}, reduced in {wire}")
+    if not cells["optimizer_dtype"] and policy.dtypes.optimizer != "fp32":
+        said.append(f"moments {policy.dtypes.optimizer}")
+    if not cells["cuda_graph"] and cells["experts"] and not _names_settings(cells):
+        said += ["CUDA graphs of attention and router"] if usual.graphs_experts else []
+    if not cells["overlap"]:
+        pieces = {
+            "gradients": usual.overlap_dp and policy.overlap_grad_reduce,
+            "tp": policy.async_tp or (usual.overlap_tp and policy.sequence_parallel),
+        }
+        hidden = " and ".join(name for name, has in pieces.items() if has)
+        said += [f"overlap of {hidden}"] if hidden else []
+    return [f"{', '.join(said)}: habit{'s' * (len(said) > 1)} of {stack}"] if said else []
 
 
 def _recompute(cells: Cells, usual: StackDefaults) -> str:
@@ -205,8 +259,13 @@ def _machine(cells: Cells, clusters: Mapping[str, Cluster]) -> Cluster:
     node = number(cells["gpus_per_node"])
     if not node >= 1:
         node = place.host_gpus if place else device.usual_host_gpus
-    node = int(node)
+    node, stated_domain = int(node), cells.size("nvlink_domain")
+    if 0 < stated_domain < node:
+        raise UserError(f"must cover the {node} GPUs of a node", field="nvlink_domain")
     if place is not None and len(place.links) == 1:
+        if stated_domain not in (0, place.gpus):
+            rule = f"contradicts {place.name}, whose {place.gpus} GPUs are one domain"
+            raise UserError(rule, field="nvlink_domain")
         return replace(place, host_gpus=node)
     words = cells.words
     stated = max(words.net_bytes_per_s * node, words.net_bytes_per_s_of_node)
@@ -218,6 +277,7 @@ def _machine(cells: Cells, clusters: Mapping[str, Cluster]) -> Cluster:
         domain = device.domain if device.domain > 8 else node
         link, net = device.usual_link_bytes_per_s, stated or device.network_bytes_per_s * node
         source = "" if stated else TYPICAL
+    domain = stated_domain or domain
     near = Link(name="nvlink", ranks=domain, bytes_per_s=link, latency_s=0.0)
     far = Link(name="network", ranks=2 * domain, bytes_per_s=net / node, latency_s=0.0)
     return Cluster(
@@ -238,17 +298,23 @@ def _beyond(cells: Cells, cluster: Cluster) -> dict[str, float]:
         "slow": float(words.slow_network),
         **_modules(set(cells["recompute_modules"].split())),
     }
-    if cells["dispatcher"] or cells["cuda_graph"] or cells["act_ckpt"]:
-        # A source that names none of these ran what its engine's recipes do.
+    if _names_settings(cells):
         scope = cells["cuda_graph"]
         facts["graphed"] = float(scope.startswith(_SOME_GRAPHS) and "moe_router" in scope)
     if kernel == "flash1" or (words.flash1 and kernel in _FLASH):
         facts["attention"] = PRICED_ATTENTION.index("flash1")
     elif kernel == "flash2" and has_newer_flash(cluster.device):
         facts["attention"] = PRICED_ATTENTION.index("flash2")
-    if words.async_tp is False or (words.no_overlap and not words.async_tp):
+    is_off = words.async_tp is False or (words.no_overlap and not words.async_tp)
+    overlap = _overlap(cells)
+    if is_off if overlap is None else "tp" not in overlap:
         facts["overlap_tp"] = 0.0
     return facts
+
+
+def _names_settings(cells: Cells) -> bool:
+    """Return whether a source names its settings, or ran what its engine's recipes do."""
+    return bool(cells["dispatcher"] or cells["cuda_graph"] or cells["act_ckpt"])
 
 
 def _modules(said: set[str]) -> dict[str, float]:

@@ -79,14 +79,25 @@ def _stated(note: str, yes: str, no: str) -> bool | None:
     return False if re.search(no, note) else None
 
 
-# Of models with experts; blank of others.
+# Of models with experts; blank of others, but for CUDA graphs, which any run may have.
 EXPERT_COLUMNS = (
     "head_dim", "attn_kind", "q_lora_rank", "kv_lora_rank", "qk_rope_dim", "v_head_dim", "experts",
     "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "moe_every", "mtp_layers",
     *EXPERT_AXES, "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
     "cuda_graph",
 )  # fmt: skip
-SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
+# Settings in which engines and their releases differ; what is blank is the habit of the engine.
+# `overlap`: words of OVERLAP_WORDS, or "none"; `nvlink_domain`: ranks joined by NVLink.
+SETTING_COLUMNS = (
+    "grad_dtype",
+    "reduce_dtype",
+    "optimizer_dtype",
+    "engine_release",
+    "overlap",
+    "nvlink_domain",
+)
+OVERLAP_WORDS = ("grad-reduce", "param-gather", "tp")
+SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS, *SETTING_COLUMNS)
 BATCH = 4096
 PLAIN_BYTES = 2**20
 MARK = "\x1f"  # the unit separator of ASCII; no table has it
@@ -127,7 +138,19 @@ def read_table(path: str | Path) -> RowTable:
             f"is not CSV ({error})", field="rows", value=str(path), hint="save it as plain CSV"
         ) from None
     check.that(table.length, "rows", str(path), "has headings but no rows", "add a run")
+    _check_row_ids(table, str(path))
     return table
+
+
+def _check_row_ids(table: RowTable, path: str) -> None:
+    """Refuse a name that two rows have: answers are found by it. Rows may have none."""
+    first_line: dict[str, int] = {}
+    for line, row_id in enumerate(table.column("row_id"), start=2):
+        if row_id and row_id in first_line:
+            rule = f"names lines {first_line[row_id]} and {line} of {path}"
+            hint = "give each row a row_id of its own, or leave it blank"
+            raise UserError(rule, field="row_id", value=row_id, hint=hint)
+        first_line[row_id] = line
 
 
 def _check_header(header: list[str], path: str) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import DEFAULTS, Columns, columns
 from fourfold.cost.run import run_facts
-from fourfold.cost.stacks import is_known, site_of, with_experts
+from fourfold.cost.stacks import is_known, site_of, stack_of_release, with_experts
 from fourfold.cost.table.cells import (
     MEASURED,
     Bools,
@@ -71,6 +71,7 @@ class Rows:
 def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Rows:
     """`clusters`: machines by name beside those of the catalogue."""
     draft = Draft(table)
+    _name_releases(draft)
     incomplete = [i for i, cell in enumerate(table.column("status")) if cell == INCOMPLETE]
     draft.refuse(incomplete, "the run is incomplete; 'fourfold collect' names its missing fields")
     no_layout = open_layouts(table)
@@ -96,6 +97,16 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
         mem_gb=measured(table.column("mem_gb")),
         status=np.array(table.column("status"), dtype=str),
     )
+
+
+def _name_releases(draft: Draft) -> None:
+    """Give stacks the year of the release that a row names."""
+    stacks, releases = draft.table.column("stack"), draft.table.column("engine_release")
+    for i in np.flatnonzero(~blank(draft.table, "engine_release")).tolist():
+        try:
+            stacks[i] = stack_of_release(stacks[i], releases[i])
+        except UserError as error:
+            draft.refuse([i], f"{error.field} {error.value} {error.rule}")
 
 
 def _of_experts(table: RowTable, column: str, name: Callable[[str], str]) -> NDArray[np.str_]:
