@@ -4,6 +4,7 @@ host that launches operators, and a device that runs their kernels as soon as it
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 MAIN, AUTOGRAD = 1, 2
@@ -173,6 +174,24 @@ def _step(r: Recorder, shape: Shape) -> None:
     params = each + 2 * shape.vocab * shape.hidden
     name = "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"
     r.run("aten::_fused_adamw_", name, 40.0 * params / 3.45e12)
+
+
+def forward(shape: Shape | None = None, *, steps: int = 3, layer: Any = None) -> dict[str, Any]:
+    """Inference: passes without gradients. `layer`: run(recorder, shape) of other networks."""
+    shape, r = shape or Shape(), Recorder(Faults())
+    tokens, table = [shape.sequences, shape.length], [shape.vocab, shape.hidden]
+    for step in range(steps):
+        begin = r.host_s
+        if layer is None:
+            gather = "void at::native::vectorized_gather_kernel"
+            r.run("aten::embedding", gather, 5e-5, [table, tokens])
+        for number in range(shape.layers):
+            (layer or partial(_layer, layer=number, back=False))(r, shape)
+        if layer is None:
+            _product(r, shape, shape.hidden, shape.vocab, "forward")
+        r.mark(f"ProfilerStep#{step}", begin)
+        r.host_s = max(r.host_s, r.device_s - 5e-3)
+    return trace(shape) | {"traceEvents": r.events}
 
 
 def run_micro_batch(r: Recorder, shape: Shape) -> None:

@@ -143,6 +143,54 @@ def test_trace_without_shapes_or_groups_has_no_empty_numbers(tmp_path: Path) -> 
     assert not any("unknown" in row.name for row in found.rows_of)
 
 
+def test_pass_without_gradients_has_parts_and_no_expectation(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, simulated.forward(SHAPE))
+    assert (found.expected, found.expected_step, found.causes) == (None, None, ())
+    assert found.scope == "no backward pass: parts and waits only"
+    assert found.scope in found.verdict
+    assert found.plain()["tokens_s_gpu"] is None
+    assert {parts.QKV, parts.UP, parts.ATTENTION, parts.HEAD} <= {row.name for row in found.rows_of}
+    value = {name: one.value for name, one in found.settings.items()}
+    assert (value["layers"], value["heads"], value["sequences"]) == (4, 32, 2)
+    assert not {"recompute", "micro_batches", "tied"} & value.keys()
+    for words in ({"what_if": ("tp=2",)}, {"runs": str(tmp_path / "runs")}):
+        with pytest.raises(UserError, match=r"training.*no backward pass"):
+            diagnosed(tmp_path, simulated.forward(SHAPE), **words)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_network_of_convolutions_has_parts_and_no_expectation(trains, tmp_path: Path) -> None:
+    def layer(r: simulated.Recorder, shape: Shape) -> None:
+        image, filters = [8, 64, 56, 56], [64, 64, 3, 3]
+        r.run("aten::cudnn_convolution", "sm90_xmma_fprop_implicit_gemm", 3e-4, [image, filters])
+        r.run("aten::mm", "nvjet_sm90_tst_128x64", 1e-4, [[64, 512], [512, 1000]])
+        if trains:
+            name = "sm90_xmma_wgrad_implicit_gemm"
+            r.run("aten::convolution_backward", name, 6e-4, [image, image, filters])
+
+    found = diagnosed(tmp_path, simulated.forward(SHAPE, layer=layer))
+    lacks = "no transformer" if trains else "no backward pass and no transformer"
+    assert found.scope == f"{lacks}: parts and waits only"
+    assert (found.expected_step, found.causes) == (None, ())
+    computed = {row.name for row in found.rows_of if row.name in parts.COMPUTE}
+    assert computed == {parts.CONVOLUTION, parts.OTHER}
+    assert not {"layers", "hidden", "vocab", "recompute"} & found.settings.keys()
+    assert any(found.scope in str(line) for line in page(found))
+
+
+def test_decoder_without_a_vocabulary_has_no_expected_step(tmp_path: Path) -> None:
+    trace = simulated.trace(SHAPE)
+    sizes = (str(SHAPE.vocab), "fused_adamw")
+    events = [
+        e for e in trace["traceEvents"]
+        if not any(one in f"{e['name']} {e['args'].get('Input Dims')}" for one in sizes)
+    ]  # fmt: skip
+    found = diagnosed(tmp_path, trace | {"traceEvents": events})
+    assert found.expected_step is None
+    assert found.scope.startswith("no expected step: the trace does not show vocab")
+    assert any(row.expected for row in found.rows_of if row.name == parts.UP)
+
+
 def test_megatrons_groups_over_several_axes_are_no_axis(tmp_path: Path) -> None:
     sizes = {
         "default_pg": 64, "TENSOR_MODEL_PARALLEL_GROUP": 2, "PIPELINE_MODEL_PARALLEL_GROUP": 4,

@@ -130,6 +130,41 @@ def test_sleep_within_a_step_is_named_by_the_operator_after_it(tmp_path: Path) -
     assert answer.settings["layers"].value == 3
 
 
+@pytest.mark.parametrize("generates", [True, False])
+def test_inference_is_told_by_its_missing_gradients(generates: bool, tmp_path: Path) -> None:
+    model = Decoder(layers=3, hidden=64, ffn=128)
+
+    def step() -> None:
+        with torch.no_grad():
+            ids = tokens()
+            for _ in range(4 if generates else 1):
+                ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+
+    answer = diagnosed(traced(tmp_path / "trace.json", step))
+    assert answer.scope == "no backward pass: parts and waits only"
+    assert answer.settings["layers"].value == 3
+    assert ("seq_len" in answer.settings) is not generates
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_convolutions_are_no_transformer(trains: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+    )  # fmt: skip
+    train = training(model, lambda: torch.ones(8, 3, 32, 32))
+
+    def infer() -> None:
+        with torch.no_grad():
+            model(torch.ones(8, 3, 32, 32))
+
+    answer = diagnosed(traced(tmp_path / "trace.json", train if trains else infer))
+    assert "no transformer: parts and waits only" in answer.scope
+    assert ("no backward pass" in answer.scope) is not trains
+    assert answer.found.parts[parts.CONVOLUTION] > 0
+    assert "layers" not in answer.settings
+
+
 def op(name: str, start: float, end: float, thread: int = 1) -> dict[str, Any]:
     times = {"ts": start, "dur": end - start, "tid": thread}
     return {"ph": "X", "cat": "cpu_op", "name": name, **times}

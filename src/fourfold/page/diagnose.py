@@ -18,7 +18,8 @@ from fourfold.verbs.diagnosis import Diagnosis
 
 # Kinds of parts share a colour (core.js has the same ones).
 _COLORS = (
-    ("products", "#4477aa"), (parts.ATTENTION, "#ee6677"), (parts.ELEMENTWISE, "#228833"),
+    ("products", "#4477aa"), (parts.CONVOLUTION, "#7799cc"), (parts.ATTENTION, "#ee6677"),
+    (parts.ELEMENTWISE, "#228833"),
     (parts.LOSS, "#c8a415"), (parts.OPTIMIZER, "#aa3377"), (parts.COPIES, "#3fa7c4"),
     (parts.ROUTING, "#6a5acd"), (parts.EMBEDDING, "#2aa198"), ("communication", "#e07b39"),
     ("waiting", "#c0392b"), (parts.BETWEEN, "#c9ced6"),
@@ -39,6 +40,7 @@ def diagnosis_page(answer: Diagnosis) -> str:
     body = f"""<header><div class="head"><h1>{escape(answer.model)}</h1>
 <p class="sub">{escape(settings)}</p></div></header><main>
 <p class="answer">{escape(answer.verdict)}</p>
+{f'<p class="note">{escape(answer.scope)}</p>' if answer.scope and answer.causes else ""}
 {_section("Measured and expected step", _bars(_steps(answer)) + _legend(answer))}
 {_section("Causes and remedies", _causes(answer))}
 {_section("One step on the device", _timeline(answer.found))}
@@ -63,7 +65,7 @@ def _steps(answer: Diagnosis) -> list[_Bar]:
     order = [row.name for row in answer.rows_of]
     measured = answer.found.parts
     bars = [_Bar("measured", [(name, measured.get(name, 0.0)) for name in order])]
-    if answer.expected is not None:
+    if answer.expected is not None and answer.expected_step is not None:
         bars.append(_Bar("expected", [(name, answer.expected.mid(name)) for name in order]))
     if answer.fixed is not None:
         bars.append(_Bar("with remedies", [("step", answer.fixed.step.mid)]))

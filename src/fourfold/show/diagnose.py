@@ -17,6 +17,7 @@ _WIDE = 100
 # Of the settings these are told in a line; --settings shows all.
 _TOLD = (
     "seq_len",
+    "sequences",
     "micro_batch",
     "micro_batches",
     "precision",
@@ -64,8 +65,8 @@ def _head(answer: Diagnosis) -> Iterator[str]:
         f"{value[n]} {word}" for n, word in (("layers", "layers"), ("hidden", "wide")) if n in value
     ]
     if "vocab" in value:
-        tied = "tied" if value.get("tied") else "untied"
-        shape.append(f"vocabulary {value['vocab']:,} {tied}")
+        tied = ("tied" if value["tied"] else "untied") if "tied" in value else ""
+        shape.append(f"vocabulary {value['vocab']:,} {tied}".strip())
     if "experts" in value:
         shape.append(f"{value['top_k']} of {value['experts']} experts")
     told = [f"{name.replace('_', ' ')} {value[name]}" for name in _TOLD if name in value]
@@ -86,12 +87,14 @@ def _causes(answer: Diagnosis) -> Iterator[Part]:
     each = "rank" if answer.found.linked.on_host else "GPU"
     speed = f", {answer.tokens_s:,.0f} tokens/s/{each}" if answer.tokens_s else ""
     line = f"step {_ms(answer.step_s)} ms measured{speed}"
-    if answer.expected is not None:
-        step = answer.expected.step
+    step = answer.expected_step
+    if step is not None:
         line += f"; {_ms(step.mid)} ms expected ({_ms(step.low)} to {_ms(step.high)})"
     yield line
+    if answer.scope and answer.causes:  # else it is part of the verdict
+        yield from wrap(f"{answer.scope}.", _WIDE)
     if not answer.causes:
-        yield f"{answer.verdict}."
+        yield from wrap(f"{answer.verdict}.", _WIDE)
         return
     for number, cause in enumerate(answer.causes[:5], 1):
         yield from _cause(number, cause, answer.step_s)

@@ -97,12 +97,13 @@ def launches(case: TraceCase) -> Iterator[Cause]:
     spent = case.spent(parts.LAUNCHES)
     busy = case.spent(*parts.COMPUTE)
     each = busy / max(1.0, case.run.kernels)
+    batches = "batches" if case.run.lacks else "micro batches"
     if case.run.linked.on_host:
         evidence = (
             f"{case.run.kernels:,.0f} operators of {1e6 * each:.0f} us a step; between them Python "
             "and the dispatcher"
         )
-        yield cause("dispatch", spent, evidence, parts.LAUNCHES)
+        yield cause("dispatch", spent, evidence, parts.LAUNCHES, batches=batches)
         return
     tokens = case.run.shapes.tokens
     kind = "tiny" if each < 60e-6 else "launches"
@@ -110,10 +111,10 @@ def launches(case: TraceCase) -> Iterator[Cause]:
         f"{case.run.kernels:,.0f} kernels of {1e6 * each:.0f} us a step; the device waits for the "
         "host"
     )
-    if tokens:  # a trace without shapes does not tell
+    if tokens and not case.run.lacks:  # a trace without shapes does not tell
         evidence += f"; micro batches of {tokens:,} tokens"
     graph = "CUDA graphs" if case.run.value("compile") else "torch.compile, CUDA graphs"
-    yield cause(kind, spent, evidence, parts.LAUNCHES, graph=graph)
+    yield cause(kind, spent, evidence, parts.LAUNCHES, graph=graph, batches=batches)
 
 
 def outside(case: TraceCase) -> Iterator[Cause]:

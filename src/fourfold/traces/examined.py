@@ -27,15 +27,23 @@ from fourfold.traces.host import HostCalls, TracedTimes, step_times
 from fourfold.traces.linked import Linked, TracedSteps, find_steps, link
 from fourfold.traces.nsys import SQLITE_MAGIC, read_nsys
 from fourfold.traces.placing import Placed, place
+from fourfold.traces.scope import (
+    TRANSFORMER,
+    lookups_of,
+    missing_kinds,
+    readable_settings,
+    without_training,
+    without_weights,
+)
 from fourfold.traces.settings import Setting, infer, preset_of, whole_sizes
 from fourfold.traces.shapes import Shapes, shapes_of
 
-_NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
+NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
 
 
 def run_of(settings: dict[str, Setting]) -> RunSpec | None:
     """None where the trace says too little of the model."""
-    if any(name not in settings for name in _NEEDED):
+    if any(name not in settings for name in NEEDED):
         return None
     value = {name: one.value for name, one in settings.items()}
     try:
@@ -131,7 +139,8 @@ _ENDINGS = (".json", ".json.gz", ".gz", ".sqlite", ".pt.trace.json")
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """`shapes` and `counts` of a graphed run are those of `spec`, where it is known."""
+    """`shapes` and `counts` of a graphed run are those of `spec`, where it is known. `lacks`: what
+    its steps do not have of a transformer's training."""
 
     linked: Linked
     steps: TracedSteps
@@ -142,6 +151,7 @@ class Examined:
     spec: RunSpec | None
     times: tuple[TracedTimes, ...]
     is_graphed: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -201,11 +211,16 @@ def examine(trace: Trace) -> Examined:
     for name, value in _told_settings(told.spec).items() if told else ():
         old, by = settings.get(name), "the trace says so"
         settings[name] = old.overruled(value, by) if old else Setting(name, value, by)
+    lacks = () if told else missing_kinds(linked, placed)
+    if lacks:
+        counts, lookups = without_training(counts), lookups_of(linked, steps)
+        placed = without_weights(placed) if TRANSFORMER in lacks else placed
+        settings = readable_settings(settings, lacks, shapes=shapes, counts=counts, lookups=lookups)
+    spec = told.spec if told else None if lacks else run_of(settings)
     host = HostCalls(linked)
     times = tuple(step_times(linked, placed.part, step, host) for step in steps.steps)
-    spec = told.spec if told else run_of(settings)
     graphed = is_graphed(linked, steps)
-    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, graphed)
+    return Examined(linked, steps, shapes, placed, counts, settings, spec, times, graphed, lacks)
 
 
 def _told(trace: Trace) -> TracedRun | None:

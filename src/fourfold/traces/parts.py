@@ -12,6 +12,7 @@ QKV, OUT, UP, DOWN, HEAD, ROUTER, EXPERTS, OTHER = (
     for name in ("qkv", "out", "up, gate", "down", "head", "router", "experts", "other")
 )
 PRODUCTS = (QKV, OUT, UP, DOWN, HEAD, ROUTER, EXPERTS, OTHER)
+CONVOLUTION = "convolutions"
 ATTENTION, ELEMENTWISE, EMBEDDING = "attention", "norms, element-wise", "embedding"
 ROUTING, LOSS, OPTIMIZER, COPIES = "routing", "loss", "optimizer, clipping", "copies, casts"
 STAND_IN, UNPLACED = "stand-ins of peers", "unplaced"
@@ -22,7 +23,8 @@ DATA, LAUNCHES, SYNC, MEMORY, BETWEEN, OUTSIDE = (
     "between kernels", "waiting: host",
 )  # fmt: skip
 IDLE = (DATA, LAUNCHES, SYNC, MEMORY, OUTSIDE, BETWEEN)
-COMPUTE = (*PRODUCTS, ATTENTION, ELEMENTWISE, EMBEDDING, ROUTING, LOSS, OPTIMIZER, COPIES)
+_OVER_MEMORY = (ELEMENTWISE, EMBEDDING, ROUTING, LOSS, OPTIMIZER, COPIES)
+COMPUTE = (*PRODUCTS, CONVOLUTION, ATTENTION, *_OVER_MEMORY)
 
 NAMES = catalog.data("traces.toml")
 
@@ -31,9 +33,11 @@ def pattern(kind: str, flags: re.RegexFlag = re.I) -> re.Pattern[str]:
     return re.compile("|".join(NAMES["patterns"][kind]), flags)
 
 
-_ATTENTION, _PRODUCT, _LOSS, _OPTIMIZER, _EMBEDDING, _ROUTING, _ORDINARY, _COLLECTIVE = map(
-    pattern,
-    ("attention", "product", "loss", "optimizer", "embedding", "routing", "ordinary", "collective"),
+_ATTENTION, _CONVOLUTION, _PRODUCT, _LOSS = map(
+    pattern, ("attention", "convolution", "product", "loss")
+)
+_OPTIMIZER, _EMBEDDING, _ROUTING, _ORDINARY, _COLLECTIVE = map(
+    pattern, ("optimizer", "embedding", "routing", "ordinary", "collective")
 )
 GROUPED, _COPIES, _MOVES = (
     frozenset(NAMES["names"][kind]) for kind in ("grouped", "copies", "moves")
@@ -56,6 +60,8 @@ def simple_part(kernel: str, op: str) -> str | None:
         return EXPERTS
     if _ATTENTION.search(op) or (_ATTENTION.search(kernel) and not op.startswith("aten::mm")):
         return ATTENTION
+    if _CONVOLUTION.search(both):
+        return CONVOLUTION
     if _is_product(kernel, op):
         return OTHER
     if _LOSS.search(both):

@@ -13,7 +13,8 @@ from fourfold.traces.linked import Dims, Linked
 from fourfold.traces.parts import GROUPED, is_helper
 
 _ATTENDS = re.compile("attention|flash_attn", re.IGNORECASE)
-# A vocabulary is at least so much wider than what comes before its product.
+# A vocabulary is wider by more than this factor, which an MLP may have, than what is before its
+# product.
 _LEAST_VOCAB = 4
 
 
@@ -49,6 +50,7 @@ class Shapes:
     expert_ffn: int = 0
     expert_rows: int = 0
     attention_op: str = ""
+    attention_shapes: int = 0  # how many different ones
     products: list[Multiplied] = field(default_factory=list)
 
 
@@ -111,6 +113,7 @@ def _grouped(at: int, a: tuple[int, ...], b: tuple[int, ...], dims: Dims) -> Mul
 
 def _read_attention(found: Shapes, seen: Counter[tuple[str, Dims]]) -> None:
     """[sequences, heads, length, head]; packages of their own have length before heads."""
+    found.attention_shapes = len({dims[:2] for _, dims in seen})
     for (op, dims), _ in seen.most_common():
         if len(dims) >= 2 and len(dims[0]) == len(dims[1]) == 4:
             q, k = dims[0], dims[1]
@@ -147,8 +150,9 @@ def _read_widths(found: Shapes) -> None:
         sizes = Counter(s for one in dense if one.m == found.tokens for s in {one.n, one.k})
         found.hidden = sizes.most_common(1)[0][0] if sizes else 0
     if not found.vocab and dense:
-        widest = max(max(one.m, one.n, one.k) for one in dense)
-        found.vocab = widest if widest >= _LEAST_VOCAB * found.hidden else 0
+        sizes = {size for one in dense for size in (one.m, one.n, one.k)} - {found.tokens}
+        widest = max(sizes, default=0)
+        found.vocab = widest if widest > _LEAST_VOCAB * found.hidden else 0
     _read_experts(found, grouped)
 
 

@@ -129,6 +129,9 @@ def _one(
     path = _FIELDS.get(field, field if "." in field else "")
     if not path:
         raise UserError("is not a field of a run", field="what-if", value=field, hint=_hint())
+    if case.run.lacks:
+        rule = f"needs a step of training; the trace has no {' and no '.join(case.run.lacks)}"
+        raise UserError(rule, field="what-if", value=field, hint=f"use {', '.join(_LOSSES)}")
     if price is None or case.run.spec is None:
         rule = "needs the run: the trace says too little of it"
         raise UserError(rule, field="what-if", value=field, hint="give --model or --spec")

@@ -71,7 +71,9 @@ def _dense(spec: RunSpec) -> RunSpec:
 
 def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     cluster = cluster_of(found, request)
-    if cluster is None or found.linked.on_host or (found.is_graphed and found.spec is None):
+    if cluster is None or found.linked.on_host or found.lacks:
+        return None
+    if found.is_graphed and found.spec is None:
         return None
     spec = found.spec or _any_run()
     entry, why = entry_for(read_calibration(request.calibration), "fourfold", cluster)
@@ -240,10 +242,11 @@ def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, A
         settings = _overruled(settings, known, "--spec" if request.spec else "--model")
     if found.is_graphed:
         settings = settings | {"launched": graph_setting(spec)}
-    shapes, counts = found.shapes, found.counts
+    shapes, counts, lacks = found.shapes, found.counts, found.lacks
     if found.is_graphed and spec is not None:
         shapes, counts = sizes_of(spec, shapes, counts)
-    return replace(found, spec=spec, settings=settings, shapes=shapes, counts=counts)
+        lacks = ()  # a graph's kernels may have no names that tell
+    return replace(found, spec=spec, settings=settings, shapes=shapes, counts=counts, lacks=lacks)
 
 
 def _overruled(settings: dict[str, Setting], known: dict[str, Any], by: str) -> dict[str, Setting]:

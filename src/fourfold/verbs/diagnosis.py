@@ -15,7 +15,7 @@ from fourfold.result.report import Prediction, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.traces import parts
 from fourfold.traces.cause import Cause
-from fourfold.traces.examined import Examined
+from fourfold.traces.examined import NEEDED, Examined
 from fourfold.traces.expect import Expected, Interval
 from fourfold.traces.settings import Setting, preset_of
 from fourfold.traces.what_if import WhatIf
@@ -24,6 +24,8 @@ from fourfold.verbs import Answer
 
 def keep(diagnosis: Diagnosis, root: str) -> str:
     spec = diagnosis.found.spec
+    if diagnosis.found.lacks:
+        raise UserError("keeps runs of training", field="runs", value=root, hint=diagnosis.scope)
     if spec is None:
         rule = "needs the run: the trace says too little of it"
         raise UserError(rule, field="runs", value=root, hint="give --model or --spec")
@@ -41,7 +43,7 @@ def keep(diagnosis: Diagnosis, root: str) -> str:
         StepReport(step=number, seconds=step.seconds, loss=None, warmup=False)
         for number, step in enumerate(diagnosis.found.steps.steps)
     )
-    expected = diagnosis.expected.step if diagnosis.expected else None
+    expected = diagnosis.expected_step
     report = RunReport(
         spec=spec,
         outcome="ok",
@@ -104,6 +106,24 @@ class Diagnosis(Answer):
         return self.found.steps.seconds
 
     @property
+    def expected_step(self) -> Interval | None:
+        """None where the trace shows too little of the run to expect all of its parts."""
+        is_known = self.expected is not None and self.found.spec is not None
+        return self.expected.step if self.expected is not None and is_known else None
+
+    @property
+    def scope(self) -> str:
+        """Why the step has no expectation, '' where it has one or runs on cores."""
+        found = self.found
+        if found.lacks:
+            return f"no {' and no '.join(found.lacks)}: parts and waits only"
+        if found.linked.on_host or found.is_graphed or found.spec is not None:
+            return ""
+        missing = " and ".join(n.replace("_", " ") for n in NEEDED if n not in found.settings)
+        why = f"the trace does not show {missing}" if missing else "these sizes make no model"
+        return f"no expected step: {why}; --spec or --log gives the run"
+
+    @property
     def unplaced_share(self) -> float:
         return self.found.parts.get(parts.UNPLACED, 0.0) / self.step_s
 
@@ -127,12 +147,14 @@ class Diagnosis(Answer):
         if self.causes:
             first = self.causes[0]
             return f"{first.name}: {1e3 * first.seconds:.0f} ms of {1e3 * self.step_s:.0f} ms"
+        if self.scope:
+            return f"no cause found in the trace itself; {self.scope}"
         if self.expected is None:
             return "no cause found in the trace itself; nothing to compare it with on this device"
         return "nothing stands out"
 
     def plain(self) -> dict[str, Any]:
-        expected = self.expected.step if self.expected else None
+        expected = self.expected_step
         return {
             "file": self.found.linked.trace.path,
             "rank": self.found.rank,
@@ -145,6 +167,7 @@ class Diagnosis(Answer):
             "tokens_s_gpu": self.tokens_s or None,
             "unplaced_share": self.unplaced_share,
             "verdict": self.verdict,
+            "scope": self.scope or None,
             "model": self.model,
             "settings": {
                 name: {k: v for k, v in codec.encode(one).items() if k != "name" and v != ""}
