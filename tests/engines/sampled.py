@@ -44,7 +44,7 @@ VENVS = {
     "torchtitan": "torchtitan-0.3",
     "torchtitan-0.2": "torchtitan-0.2",
 }
-STACKS = {"megatron": "megatron-bridge-2026"}
+STACKS = dict.fromkeys(("megatron", "megatron-bridge"), "megatron-bridge-2026")
 
 
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
@@ -108,7 +108,7 @@ def _with_experts(
     kind = dice.choice(kinds)
     # Under another micro batch's layers: Megatron's, and where nothing is computed again around it.
     hides = layout.ep > 1 and kind != "allgather" and policy.recompute in ("none", "moe-act")
-    hides &= engine == "megatron" and (layout.pp == 1) == (policy.virtual_stages == 1)
+    hides &= engine.startswith("megatron") and (layout.pp == 1) == (policy.virtual_stages == 1)
     return replace(
         policy, dispatcher=kind, routing=dice.choice(("natural", "forced")),
         overlap_exchange=hides and policy.precision == "bf16-mixed" and dice.random() < 0.5
@@ -209,7 +209,6 @@ def environment(engine: str) -> Path:
 
 def read_back(engine: str, setups: list[Setup], folder: Path) -> list[dict[str, Any]]:
     """What the engine's own code makes of each."""
-    python = environment(engine)
     cases = []
     for place, one in enumerate(setups):
         here = folder / str(place)
@@ -221,7 +220,13 @@ def read_back(engine: str, setups: list[Setup], folder: Path) -> list[dict[str, 
             {"args": words, "folder": str(here),
              "world": one.layout.world, "layers": one.model.layers}
         )  # fmt: skip
-    script = {"megatron": "megatron_read.py"}
+    return asked(engine, cases, folder)
+
+
+def asked(engine: str, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What the engine's reader says of each case, in the engine's own environment."""
+    python = environment(engine)
+    script = {"megatron": "megatron_read.py", "megatron-bridge": "bridge_read.py"}
     reader = Path(__file__).with_name(script.get(engine, "titan_read.py"))
     done = subprocess.run(
         [python, reader], input=json.dumps(cases), capture_output=True, text=True, check=False,

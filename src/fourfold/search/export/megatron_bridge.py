@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
+from dataclasses import fields, replace
 from typing import Any
 
 from fourfold.cost.stacks import ExportEngine
@@ -25,29 +25,39 @@ def _tables() -> dict[str, Any]:
 def check(model: ModelShape, engine: ExportEngine) -> None:
     recipes = _tables()["recipes"]
     if model.name not in recipes:
-        known = ", ".join(name for name in recipes if name in catalog.model_names())
-        hint = f"{known} (it has recipes of these), or --export megatron"
+        hint = f"{', '.join(recipes)} (it has recipes of these), or --export megatron"
         raise no_setting(engine.name, "model", model.name, hint)
+    _check_sizes(model, engine)
     megatron.check(model, engine)
+
+
+def _check_sizes(model: ModelShape, engine: ExportEngine) -> None:
+    """Refuse what a recipe, which has its sizes from the Hub, would build otherwise."""
+    preset = catalog.model(model.name)
+    if model.window is None:  # or one as long as the sequence
+        preset = replace(preset, window=None, local_layers=None)
+    for one in fields(model):
+        value, built = getattr(model, one.name), getattr(preset, one.name)
+        if one.compare and value != built:
+            hint = f"{built}, which its recipe of {model.name} builds, or --export megatron"
+            raise no_setting(engine.name, f"model.{one.name}", value, hint)
 
 
 def package(setup: Setup, engine: ExportEngine) -> Package:
     plain, tables = megatron.package(setup, engine), _tables()
     kind = {"fp8": f"fp8-{setup.policy.scaling_kind}"}
-    asked = kind.get(setup.policy.precision, setup.policy.precision)
-    precision = tables["precisions"].get(asked)
-    if precision is None:
-        known = dict.fromkeys(re.sub(r"^fp8-.*", "fp8", name) for name in tables["precisions"])
-        precision = setup.policy.precision
-        raise no_setting(engine.name, "policy.precision", precision, ", ".join(known))
+    precision = tables["precisions"][kind.get(setup.policy.precision, setup.policy.precision)]
     module, _, recipe = tables["recipes"][setup.model.name].rpartition(".")
+    flags = plain.engine_args
+    if setup.policy.virtual_stages > 1:  # its checks of overlap want it beside a layout of stages
+        flags += ("--num-virtual-stages-per-pipeline-rank", str(setup.policy.virtual_stages))
     values = {"module": module, "recipe": recipe, "precision": precision,
               "overlaps_tp": setup.overlaps_tp}  # fmt: skip
     return Package(
         engine=engine,
         entry='"$here/pretrain.py"',
         env=plain.env,
-        engine_args=overrides(plain.engine_args),
+        engine_args=overrides(flags),
         files={"pretrain.py": filled("megatron-bridge.py.txt", engine, values)},
         own="tokenizer, data, learning rate, steps, checkpoints (as overrides after run.sh)",
         about=plain.about,

@@ -1,0 +1,171 @@
+"""Megatron-Bridge takes what is exported for it: its own recipe functions and every check of its
+container are asked, in an environment of its release (scripts/engines).
+
+What can't be installed there is stood in for (bridge_read.py names it). A check that asks such a
+stand-in says nothing: which do is listed here, and the options they guard are not shown to start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cost.stacks import EXPORTS
+from fourfold.search import export
+from fourfold.search.export import megatron
+from fourfold.search.export.setup import Setup
+from fourfold.spec import catalog, codec
+from fourfold.spec.hf.written import config_of
+from fourfold.spec.model import ModelShape
+from tests.engines.sampled import asked, sampled
+
+SAMPLES = Path(__file__).parent.parent / "samples" / "configs"
+RECIPES = catalog.data("megatron-bridge.toml")["recipes"]
+# The published file of a model of the same kind, where ours can't be written from sizes.
+LIKE = {"glm-4.5": "glm-4.5-air", "gpt-oss-120b": "gpt-oss-20b"}
+# Fields of its model that a recipe takes from a config.json, by Megatron's flags of the same run.
+SIZES = {
+    "--num-layers": "num_layers",
+    "--hidden-size": "hidden_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--norm-epsilon": "layernorm_epsilon",
+    "--vocab-size": "vocab_size",
+    "--rotary-base": "rotary_base",
+    "--num-experts": "num_moe_experts",
+    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-router-topk": "moe_router_topk",
+    "--moe-router-score-function": "moe_router_score_function",
+    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
+    "--kv-lora-rank": "kv_lora_rank",
+    "--q-lora-rank": "q_lora_rank",
+    "--qk-head-dim": "qk_head_dim",
+    "--v-head-dim": "v_head_dim",
+}
+# What Transformer Engine itself would be asked: by which check, for which release, and for what.
+LEFT_TO_TE = {
+    "mixed_precision.finalize 2.7.0.dev0": "products in 4 bits",
+    "transformer_config.__post_init__ 1.7.0.dev0": "experts in 8 bits",
+    "transformer_config.__post_init__ 1.11.0": "experts in 8 bits, grouped",
+    "transformer_config.__post_init__ 2.6.0.dev0": "norms and activations computed again in 8 bits",
+}
+
+
+def hub_config(model: ModelShape) -> dict[str, Any]:
+    """What its recipe finds on the Hub: the published file, or one with the preset's sizes."""
+    published = SAMPLES / f"{LIKE.get(model.name, model.name)}.json"
+    if not published.exists():
+        return config_of(model, seq_len=4096, dtype="bfloat16")
+    config = json.loads(published.read_text())
+    if model.name in LIKE:
+        sizes = {
+            "num_hidden_layers": model.layers,
+            "hidden_size": model.hidden,
+            "intermediate_size": model.ffn,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "num_local_experts": model.experts,
+            "n_routed_experts": model.experts,
+        }
+        config |= {name: size for name, size in sizes.items() if name in config}
+        if model.moe and "n_routed_experts" in config:
+            config |= {
+                "moe_intermediate_size": model.moe.ffn,
+                "first_k_dense_replace": model.moe.dense_first,
+                "routed_scaling_factor": model.moe.scale,
+                "use_qk_norm": model.qk_norm == "head",
+            }
+        if "layer_types" in config:
+            config["layer_types"] = [*islice(cycle(config["layer_types"][:2]), model.layers)]
+    return config
+
+
+def case(one: Setup, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    files = export.write_folder("megatron-bridge", one)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "config.json").write_text(json.dumps(hub_config(one.model)))
+    words = files["engine.args"].split("\n")[:-1]
+    env = re.findall(r"^export (\w+)=(.*)$", files["env.sh"], re.MULTILINE)
+    is_late = one.policy.precision == "fp4" or one.policy.scaling == "mx"
+    return {
+        "args": words, "folder": str(folder), "world": one.layout.world, "env": dict(env),
+        "names": [*wanted(one, words)],
+        "gpu": (10, "NVIDIA B200") if is_late else (9, "NVIDIA H100"),
+    }  # fmt: skip
+
+
+def wanted(one: Setup, words: list[str]) -> dict[str, str]:
+    """Values of the final configuration as text: overrides, and sizes by Megatron's own flags."""
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        found[name] = value.strip("'")
+    # What follows from others where it is left open.
+    if found["model.recompute_granularity"] != "selective":
+        del found["model.recompute_modules"]
+    flags = megatron.package(one, EXPORTS["megatron"]).engine_args
+    for name, value in pairwise(flags):
+        if name in SIZES:
+            found[f"model.{SIZES[name]}"] = value
+    return found
+
+
+def text_of(value: Any) -> str:
+    """As an override is written."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(text_of, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def differing(want: dict[str, str], said: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, value in want.items():
+        is_same = value == text_of(said[name])
+        if not is_same:
+            try:
+                is_same = float(value) == float(said[name])
+            except (TypeError, ValueError):
+                is_same = False
+        if not is_same:
+            found[name] = (value, text_of(said[name]))
+    return found
+
+
+def words_of(one: Setup) -> str:
+    policy = codec.encode(one.policy, sparse=True)
+    return f"{one.model.name} {one.layout} mbs {one.batch.micro_batch} {policy}"
+
+
+def compare(setups: list[Setup], folder: Path) -> set[str]:
+    """Require that each is accepted and ends as it was exported; return what was asked of
+    Transformer Engine."""
+    cases = [case(one, folder / str(place)) for place, one in enumerate(setups)]
+    wrong, left = [], set()
+    for one, made, answer in zip(
+        setups, cases, asked("megatron-bridge", cases, folder), strict=True
+    ):
+        if "error" in answer:
+            wrong.append((words_of(one), answer["error"]))
+            continue
+        left |= set(answer["asked"])
+        odd = differing(wanted(one, made["args"]), answer["said"])
+        if odd or answer["dp"] != one.layout.dp:
+            wrong.append((words_of(one), odd))
+    assert not wrong, f"{len(wrong)} of {len(setups)}: " + "\n".join(map(str, wrong))
+    return left
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path) -> None:
+    models = tuple(catalog.model(name) for name in RECIPES)
+    left = compare(sampled("megatron-bridge", count, models), tmp_path)
+    assert left <= {*LEFT_TO_TE}
