@@ -194,6 +194,16 @@ def test_a_small_plan_runs_before_large_ones_that_wait(tmp_path: Path, monkeypat
     assert SMALL["gpus"] in begun[:2]
 
 
+def test_plan_compares_engines_in_few_fields() -> None:
+    answer = tools.called("plan", {key: SMALL[key] for key in SMALL if key != "stack"})
+    jsonschema.validate(answer, json.loads(_schema_file().read_text()))
+    ranked, engines = answer["answer"]["ranked"], answer["answer"]["engines"]
+    first = next(engine for engine in engines if engine["stack"] == answer["answer"]["stack"])
+    assert (first["step_s"], first["peak_bytes"]) == (ranked[0]["step_s"], ranked[0]["peak_bytes"])
+    assert len(engines) == 5
+    assert len(json.dumps(engines)) < 3000
+
+
 def test_bad_calls_say_what_is_wrong(tmp_path: Path) -> None:
     cases = [
         ("no_such_tool", {}, "unknown tool"),

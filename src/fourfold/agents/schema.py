@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from fourfold.search.plan_answer import SHOWN_OF_POLICY
+from fourfold.search.plan_answer import SHOWN_OF_POLICY, EngineBest, EngineChoice
 from fourfold.spec import Cluster, Layout, ModelShape, Policy, Ramp, codec
 
 Schema = dict[str, Any]
@@ -34,6 +34,7 @@ _SAID: dict[str, Schema] = {
     "micro_batch": {"description": "sequences per micro batch; left out: searched"},
 }  # fmt: skip
 _ANSWERED: dict[Any, Schema] = {Layout: {"type": "string"}}
+_ENCODED = {EngineBest: EngineChoice}  # types whose JSON has the fields of another
 
 
 def of_request(*types_: type, without: Iterable[str] = ()) -> Schema:
@@ -89,6 +90,7 @@ def _of(hint: Any, parts: dict[str, Schema], *, given: bool) -> Schema:
         return {"type": _PLAIN[hint]}
     if hint is type(None):
         return {"type": "null"}
+    hint = _ENCODED.get(hint, hint)
     if dataclasses.is_dataclass(hint):
         return of_request(typing.cast(type, hint)) if given else _defined(hint, parts)
     return {}

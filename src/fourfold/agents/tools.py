@@ -27,7 +27,7 @@ from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, R
 from fourfold.verbs.shapes import Flops, FlopsRequest
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
-VERSION = 1
+VERSION = 2
 _FILES_CPU_S = 5.0  # of reading logs and traces, whose sizes are not known
 MOST_RUNS, MOST_LISTED, LISTED = 256, 50, 5
 _NOT_OF_PLAN = ("export",)

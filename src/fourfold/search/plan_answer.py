@@ -159,6 +159,39 @@ class EngineBest:
     row: PlanRow | None = None
     reason: str = ""
 
+    @property
+    def choice(self) -> EngineChoice:
+        """What engines are compared by; a plan with --stack has all of one."""
+        row = self.row
+        own: dict[str, Any] = {"engine": self.engine, "stack": self.stack, "reason": self.reason}
+        if row is None:
+            return EngineChoice(**own)
+        own |= {"layout": str(row), "sharding": row.policy.sharding}
+        own |= {"recompute": row.policy.recompute}
+        names = {field.name for field in fields(EngineChoice)} - {*own}
+        return EngineChoice(**own, **{name: getattr(row, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """An engine's first choice in few fields, as JSON has it; without one there is a `reason`."""
+
+    engine: str
+    stack: str
+    layout: str | None = None
+    micro_batch: int | None = None
+    sharding: str | None = None
+    recompute: str | None = None
+    step_s: float | None = None
+    step_s_low: float | None = None
+    step_s_high: float | None = None
+    peak_bytes: float | None = None
+    fit_chance: float | None = None
+    tokens_s_gpu: float | None = None
+    mfu_pct: float | None = None
+    provenance: str | None = None
+    reason: str = ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBest:
@@ -310,9 +343,11 @@ def plain(value: Any) -> Any:
         return {name: encoded[name] for name in SHOWN_OF_POLICY}
     if isinstance(value, Layout):
         return str(value)
+    if isinstance(value, EngineBest):
+        value = value.choice
     if is_dataclass(value):
         by_name = {one.name: plain(getattr(value, one.name)) for one in fields(value)}
-        optional = isinstance(value, Alternative)
+        optional = isinstance(value, Alternative | EngineChoice)
         return {k: v for k, v in by_name.items() if v is not None or not optional}
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
