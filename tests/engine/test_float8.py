@@ -50,7 +50,7 @@ def test_a_gpu_without_units_for_it_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     with pytest.raises(
-        UserError, match=r"fp8 matrix units, which NVIDIA A100 .compute capability 8\.0. does not"
+        UserError, match=r"FP8 tensor cores: NVIDIA A100 .compute capability 8\.0. has none"
     ):
         products._emulates("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -507,7 +507,7 @@ def test_command_table_is_at_most_100_wide(words: list[str], cli) -> None:
 
 def test_details_say_what_makes_it_believable(cli) -> None:
     text = cli(*PLAN, "--details")
-    for words in ("evidence for #1", "runs that would decide",
+    for words in ("evidence for #1", "to confirm the order, measure",
                   "searched", "rejected:", "80% interval", "not ranked", "compute s"):  # fmt: skip
         assert words in text
     assert "pp1 dp" in cli(*PLAN, "--format", "md")
@@ -610,8 +610,7 @@ def test_explain_says_that_it_knows_one_order_of_axes() -> None:
         found = fourfold.explain(asked, words, on_event=lambda event: heard.append(event.text))
         assert found.explanation.layout.order == AXES
     assert [text for text in heard if "order" in text] == [
-        "read as: pp1 cp1 tp8 dp2 = pp1 dp2 cp1 tp8; "
-        "plan knows this order of placement alone, tp ranks side by side"
+        "read as: pp1 cp1 tp8 dp2 = pp1 dp2 cp1 tp8; rank order is fixed: tp fastest"
     ]
 
 
@@ -643,7 +642,7 @@ def test_where_nothing_is_left_the_answer_says_so(words: str, cli) -> None:
 
 
 def test_plan_refuses_a_precision_the_gpu_lacks(cli) -> None:
-    assert "--precision fp4 needs matrix units that h100" in cli(
+    assert "--precision fp4 needs FP4 tensor cores: h100-80gb has none" in cli(
         *PLAN, "--precision", "fp4", status=2
     )
 

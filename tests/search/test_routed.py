@@ -16,9 +16,9 @@ def test_ways_to_spread_experts_stand_side_by_side() -> None:
             stack="megatron", top=3,
         )
     )  # fmt: skip
-    said = next(one for one in answer.routed.remarks if one.startswith("fastest of each kind"))
-    ways = dict(part.rsplit(" ", 2)[:2] for part in said.partition(": ")[2].split(", "))
-    assert {"EP and a pipeline", "EP without a pipeline"} <= ways.keys()
+    said = next(one for one in answer.routed.remarks if one.startswith("best with "))
+    ways = dict(part.rsplit(" ", 2)[:2] for part in said.removeprefix("best with ").split(", "))
+    assert {"EP+PP", "EP only"} <= ways.keys()
     best = min(row.step_s for row in answer.ranked)
     assert min(map(float, ways.values())) <= best * 1.01
 

@@ -12,7 +12,7 @@ class ScalingKind:
     cast_bytes: float
     rate: dict[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    needs: str = ""  # of GPUs: matrix units of this format, which take such scales too
+    needs: str = ""  # of GPUs: tensor cores of this format, which take such scales too
 
 
 KINDS = catalog.kinds(ScalingKind, "scalings.toml")

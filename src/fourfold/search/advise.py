@@ -222,7 +222,7 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     notes = []
     size = shape.head_size
     if size % 8:
-        notes.append(f"head size {size} is not a multiple of 8: matrix units need that alignment")
+        notes.append(f"head size {size} is not a multiple of 8: tensor cores need that alignment")
     elif size % 32:
         notes.append(f"head size {size} is padded to {-(-size // 32) * 32} by flash kernels")
     if shape.heads % shape.tp:

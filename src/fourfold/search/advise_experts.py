@@ -92,6 +92,6 @@ def _wider(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
 def _more_rows(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     sizes = sorted({*MICRO_BATCHES, shape.micro_batch})
     shapes = [replace(shape, micro_batch=size) for size in sizes]
-    notes = [f"an expert gets {rows_of(shape):,.0f} rows at ep {shape.ep}"]
+    notes = [f"{rows_of(shape):,.0f} tokens per expert at ep {shape.ep}"]
     advice = judged(shape.micro_batch, sizes, expert_rates(shapes, kernels), notes)
     return _with(advice, shapes)

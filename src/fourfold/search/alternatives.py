@@ -37,13 +37,14 @@ def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
 
 
 def outside(query: PlanQuery, c: Columns) -> list[str]:
-    """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
+    """Sizes beyond what was measured: 'tp=4 (measured only at 8)'."""
     texts = []
     for name, value in axes(c).items():
         low, high = query.entry.ranges.get(name, (-np.inf, np.inf))
         if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
             sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
-            texts.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")
+            only = f"only at {sizes[1]}" if sizes[1] == sizes[2] else f"{sizes[1]} to {sizes[2]}"
+            texts.append(f"{name}={sizes[0]} (measured {only})")
     return texts
 
 

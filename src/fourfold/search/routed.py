@@ -56,14 +56,14 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
 
 
 def _remarks(c: Columns, rows: float) -> list[str]:
-    found = [f"an expert gets {rows:,.0f} rows of a micro batch"]
-    lost = HALF_ROWS / (HALF_ROWS + rows)
-    if lost > 0.2:
-        found[0] += f", where its products lose {lost:.0%} of their rate: more ep or micro batch"
+    found = [f"{rows:,.0f} tokens per expert and micro batch"]
+    rate = rows / (HALF_ROWS + rows)
+    if rate < 0.8:
+        found[0] += f": grouped GEMMs run at {rate:.0%}; raise ep or micro batch"
     ep, domain = int(c.ep[0] * c.etp[0]), int(c.domain[0])
     far = float(np.max(copies(c)[1]))
     if ep > domain and far > 0:
-        found.append(f"ep leaves the NVLink domain of {domain}: {far:.1f} copies a token cross")
+        found.append(f"EP spans NVLink domains ({domain} GPUs): {far:.1f} remote copies per token")
     return found
 
 
@@ -72,16 +72,16 @@ def _ways(ranking: Ranking) -> list[str]:
     p = ranking.points
     spread, piped = p["ep"] * p["etp"] > 1, p["pp"] > 1
     ways = {
-        "FSDP alone": ~spread & ~piped & (p["zero"] == 3),
-        "EP without a pipeline": spread & ~piped,
-        "a pipeline without EP": piped & ~spread,
-        "EP and a pipeline": piped & spread,
+        "FSDP only": ~spread & ~piped & (p["zero"] == 3),
+        "EP only": spread & ~piped,
+        "PP only": piped & ~spread,
+        "EP+PP": piped & spread,
     }
     best = {way: float(p["step_s"][some].min()) for way, some in ways.items() if some.any()}
     if len(best) < 2:
         return []
     listed = (f"{way} {three_digits(best[way])} s" for way in sorted(best, key=lambda w: best[w]))
-    return ["fastest of each kind ranked: " + ", ".join(listed)]
+    return [f"best with {', '.join(listed)}"]
 
 
 def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:

@@ -105,7 +105,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
     yield from routing(plan)
     yield source(plan)
     if first is not None and first.outside:
-        yield f"#1 is outside the measured range: {'; '.join(first.outside)}"
+        yield f"#1 is extrapolated: {', '.join(first.outside)}"
     yield from approximated(plan.remarks)
     if plan.near_miss is not None:
         size = (plan.near_miss.peak_bytes or 0.0) / GIB
@@ -113,9 +113,9 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
         yield f"faster, but probably too large: {_named(plan.near_miss)}, {room}"
     if plan.unproven_best is not None:
         yield (
-            f"not ranked: {counted(plan.set_aside, 'configuration')} with features that were never "
-            f"measured; the fastest is {_named(plan.unproven_best)} (never measured: "
-            f"{', '.join(plan.unproven_best.without_rows or ())}); --explore ranks them"
+            f"unmeasured: {counted(plan.set_aside, 'configuration')} not ranked (--explore ranks "
+            f"them); fastest: {_named(plan.unproven_best)} (no run with "
+            f"{', '.join(plan.unproven_best.without_rows or ())})"
         )
     others = [one for one in plan.tried_gpus if one["gpus"] != plan.gpus]
     if others:
@@ -156,9 +156,12 @@ def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
     if narrow is not None:
         saved_s = 100 * (1 - narrow.step_s / first.step_s)
         saved_gib = (first.peak_bytes - (narrow.peak_bytes or 0.0)) / GIB
+        at_speed = (
+            "at the same speed" if abs(saved_s) < 0.05 else f"and change it by {-saved_s:+.1f}%"
+        )
         yield (
-            "gradients are summed in fp32; --set policy.grad_dtype=bf16 saves "
-            f"{saved_s:.1f}% of the time and {saved_gib:.1f} GiB"
+            f"gradients accumulate in fp32; bf16 would free {saved_gib:.1f} GiB {at_speed} "
+            "(--set policy.grad_dtype=bf16)"
         )
     if first.note:
         yield f"#1: {first.note}"
@@ -179,8 +182,6 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
             yield f"the interval of #1 is wide: {plan.best.wide}"
         whose = " (runs of other stacks and clusters)" if plan.calibration.note else ""
         yield f"evidence for #1{whose}: {evidence(plan.best)}"
-        if not plan.flips and len(plan.ranked) > 1:
-            yield "sensitivity: no single uncertain coefficient changes the winner"
     for flip in plan.flips:
         yield (
             f"sensitivity: with {flip.about} ({flip.knob}) at {flip.other:.3g} instead of "
@@ -189,7 +190,7 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
         )
     if plan.deciding:
         named = "; ".join(f"{one} micro batch {one.micro_batch}" for one in plan.deciding)
-        yield f"runs that would decide: {named}"
+        yield f"to confirm the order, measure: {named}"
     yield from searched(plan)
     yield (
         f"ranked {plan.ranked_in_all:,}; the pipelines of the best {plan.played} were simulated "

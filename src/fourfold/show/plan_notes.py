@@ -33,11 +33,10 @@ def searched(plan: PlanAnswer) -> Iterable[str]:
     axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items())
     refused = ", ".join(f"{name} {count:,}" for name, count in plan.refused.items())
     yield f"searched {plan.candidates:,} points: {axes}"
-    slow = f"{plan.too_slow:,} are too slow to be listed and " if plan.too_slow else ""
-    yield (
-        f"rejected: {refused or 'none'}; legal: {plan.legal:,}, of which {slow}"
-        f"{plan.legal - plan.too_slow - plan.fitting:,} do not fit"
-    )
+    does_not_fit = plan.legal - plan.too_slow - plan.fitting
+    slow = f", {plan.too_slow:,} too slow to be listed" if plan.too_slow else ""
+    yield f"legal: {plan.legal:,} ({plan.fitting:,} fit, {does_not_fit:,} do not{slow})"
+    yield f"rejected: {sum(plan.refused.values()):,} ({refused})" if refused else "rejected: none"
     if plan.dropped_by_where:
         yield f"excluded by --where: {plan.dropped_by_where:,}"
 
@@ -63,8 +62,8 @@ def routing(plan: PlanAnswer) -> Iterable[str]:
         )
     )
     yield (
-        f"routing: forced even {even}; natural {natural}: the fullest rank has {one.fullest:.2f} "
-        f"times the mean (--imbalance {one.imbalance:.2g})"
+        f"routing: forced even {even}; natural {natural}; the busiest EP rank gets "
+        f"{one.fullest:.2f}x the mean tokens (--imbalance {one.imbalance:.2g})"
     )
     yield "; ".join(one.remarks)
 
@@ -78,7 +77,7 @@ def capacities(plan: PlanAnswer) -> list[Grid]:
         *named("s/step=step_s:short"),
         ("GiB", lambda one: f"{one.peak_bytes / 2**30:.1f}"),
         *named("dropped tokens=dropped:.1%"),
-        ("or steps run again", lambda one: f"{one.overflows:.0%}" if one.factor else "-"),
-        *named("s/step then=again_s:short"),
+        ("steps rerun", lambda one: f"{one.overflows:.0%}" if one.factor else "-"),
+        *named("s/step with reruns=again_s:short"),
     )
     return [shown]

@@ -251,7 +251,7 @@ def explain(
         chosen = _with_dp(chosen, request.gpus)
     if chosen.order != AXES:
         asked, chosen = chosen, replace(chosen, order=AXES)
-        rule = "plan knows this order of placement alone, tp ranks side by side"
+        rule = "rank order is fixed: tp fastest"
         on_event(Event(f"read as: {asked} = {chosen}; {rule}"))
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen, open_experts=named.isdisjoint(EXPERT_AXES))

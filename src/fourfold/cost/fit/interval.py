@@ -120,7 +120,7 @@ class StepInterval:
             before = f"{low[i]:+.0%} to {high[i]:+.0%}"
             after = f"{np.expm1(-self.half[i]):+.0%} to {np.expm1(self.half[i]):+.0%}"
             if before != after:
-                found[i] = f"network not stated: stating it would narrow {before} to {after}"
+                found[i] = f"network not stated: {before}; with --network RATE {after}"
         return found
 
     def why_wide(self) -> list[str]:
@@ -135,7 +135,7 @@ class StepInterval:
             reasons = [] if self.entry.rows_time else [*unmeasured]
             reasons += [unstated[i]] if unstated[i] else []
             if host[i] > WIDE:
-                reasons.append("its host decides, whose speed is not known")
+                reasons.append("host-bound, and the CPU was not measured")
             elif doubts[i].max() > 0.5 * WIDE:
                 about = BY_NAME[TIME[int(doubts[i].argmax())]].about
                 reasons.append(f"not known here: {about}")
@@ -143,7 +143,7 @@ class StepInterval:
             worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
             for name in worst[:2]:
                 called = _CALLED.get(name, name)
-                reasons.append(f"nothing measured within {2 ** far[name]:.0f}x of {called}")
+                reasons.append(f"{called}: {2 ** far[name]:.0f}x from the nearest measured value")
             is_wide = np.log(high[i] / low[i]) >= 2.0 * WIDE
             found.append(("; ".join(reasons) or "its measured runs scatter") if is_wide else "")
         return found

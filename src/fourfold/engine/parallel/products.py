@@ -109,7 +109,7 @@ def apply_split(decoder: Decoder) -> DeferredWeightGrads:
     return deferred
 
 
-# Compute capability of the first GPUs with fp8 matrix units.
+# Compute capability of the first GPUs with FP8 tensor cores.
 _ADA = (8, 9)
 
 
@@ -128,7 +128,7 @@ def _emulates(device_type: str) -> bool:
         return dist.get_backend() != "fake"
     major, minor = capability = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
-    rule = f"needs fp8 matrix units, which {name} does not have"
+    rule = f"needs FP8 tensor cores: {name} has none"
     check.that(capability >= _ADA, "policy.precision", "fp8", rule, "use bf16")
     return False
 

@@ -67,7 +67,7 @@ F.planGrid = (grid, plan) => {
 };
 
 F.planFlips = (plan) => {
-  if (!plan.flips.length) return F.h("p", { class: "note" }, plan.rows.length > 1 ? "No single uncertain coefficient changes the winner." : "There is one layout.");
+  F.$("order").hidden = !plan.flips.length;
   return F.h("ul", { class: "remarks" }, ...plan.flips.map((flip) => F.h("li", {}, `With ${flip.about} (${flip.knob}) at ${F.number(flip.other)} instead of ${F.number(flip.value)}, #${flip.winner} (${flip.layout}) leads by ${F.number(100 * (flip.gain - 1), 2)}%.`)));
 };
 

@@ -48,7 +48,7 @@ def _family_words(c: RuleCase) -> Words:
 
 
 def _device_precision(c: RuleCase) -> Truth:
-    """Formats of 8 and 4 bits need matrix units; wider ones run everywhere, if slowly."""
+    """Formats of 8 and 4 bits need tensor cores; wider ones run everywhere, if slowly."""
     unit = c.policy.dtypes.compute
     if c.device is None or unit not in ("fp8", "fp4"):
         return False
@@ -57,12 +57,12 @@ def _device_precision(c: RuleCase) -> Truth:
 
 def _device_precision_words(c: RuleCase) -> Words:
     assert c.device is not None
-    rule = f"needs matrix units that {c.device.id} does not have"
+    rule = f"needs {c.policy.dtypes.compute.upper()} tensor cores: {c.device.id} has none"
     return "policy.precision", c.policy.precision, rule, "use precision = bf16"
 
 
 def _device_scales(c: RuleCase, kind: str) -> bool:
-    """Return whether the GPU's matrix units take such scales; a GPU that is not named does."""
+    """Return whether the GPU's tensor cores take such scales; a GPU that is not named does."""
     needs = KINDS[kind].needs
     return not needs or c.device is None or getattr(c.device.peak_flops_per_s, needs) is not None
 
@@ -80,7 +80,7 @@ def _scaling_words(c: RuleCase) -> Words:
         rule = f"has no effect on products in {compute}"
         return "policy.scaling", kind, rule, "use auto, or precision = fp8"
     if kind in c.stack.scalings and c.device is not None:
-        rule = f"needs matrix units with {KINDS[kind].needs}, which {c.device.id} does not have"
+        rule = f"needs {KINDS[kind].needs.upper()} tensor cores: {c.device.id} has none"
         return "policy.scaling", kind, rule, f"use {', '.join(_scalings(c))}"
     return choice(c, "policy.scaling", kind, _scalings(c))
 
