@@ -26,6 +26,7 @@ class Faults:
     kernel: str = "cudnn_generated_sdpa_sm90_flash"
     exposed_s: float = 0.0
     uneven: float = 0.0
+    routing_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ def _product(r: Recorder, shape: Shape, ins: int, outs: int, of: str) -> None:
 
 def _experts(r: Recorder, shape: Shape, layer: int, of: str) -> None:
     rows, experts = shape.tokens * shape.top_k, shape.experts
+    if r.faults.routing_s and of != "inputs":
+        kernel = "void at::native::indexing_backward_kernel<c10::BFloat16, 4>"
+        r.run("aten::index_put_", kernel, r.faults.routing_s, [[rows, shape.hidden]])
     seconds = 2.0 * rows * shape.hidden * shape.expert_ffn / 600e12
     seconds *= 1.0 + r.faults.uneven * (layer % 4)
     for ins, outs in ((shape.hidden, shape.expert_ffn),) * 2 + ((shape.expert_ffn, shape.hidden),):

@@ -191,6 +191,25 @@ def test_decoder_without_a_vocabulary_has_no_expected_step(tmp_path: Path) -> No
     assert any(row.expected for row in found.rows_of if row.name == parts.UP)
 
 
+def test_best_engine_says_what_an_expected_step_could_save(tmp_path: Path) -> None:
+    """Routing by plain torch is as expected of such an engine, and a tenth would do."""
+    shape = Shape(experts=64, layers=8, length=4096)
+    found = diagnosed(tmp_path, simulated.slower(shape, routing_s=2.5e-3))
+    routing = next(row for row in found.rows_of if row.name == parts.ROUTING)
+    assert routing.outside_s == 0.0
+    gain = next(row for row in found.best.parts if row.name == parts.ROUTING)
+    assert (found.best.name, gain.seconds) == ("fourfold", routing.seconds)
+    assert gain.best_s < 0.2 * routing.seconds
+    saved = routing.seconds - gain.best_s
+    assert found.best.step.mid == pytest.approx(found.step_s - saved, rel=0.15)
+    assert any("best engine measured on this GPU: fourfold" in str(line) for line in page(found))
+    elsewhere = diagnosed(tmp_path, simulated.slower(shape, routing_s=2.5e-3), gpu="h100-80gb")
+    assert (elsewhere.best.name, elsewhere.best.step) == ("fused kernels", None)
+    assert 0 < elsewhere.best.parts[0].best_s < 0.5 * routing.seconds
+    own = {"fourfold": codec.encode(TracedRun(version="0.1.0", rank=0, spec=found.found.spec))}
+    assert diagnosed(tmp_path, simulated.trace(shape) | own).best is None
+
+
 def test_megatrons_groups_over_several_axes_are_no_axis(tmp_path: Path) -> None:
     sizes = {
         "default_pg": 64, "TENSOR_MODEL_PARALLEL_GROUP": 2, "PIPELINE_MODEL_PARALLEL_GROUP": 4,

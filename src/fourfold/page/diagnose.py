@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import fourfold
 from fourfold.page.document import asset, grid_html, still_document
-from fourfold.show.diagnose import part_cells
+from fourfold.show.diagnose import best_line, part_cells
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
 from fourfold.traces.host import Stretch
@@ -40,6 +40,7 @@ def diagnosis_page(answer: Diagnosis) -> str:
     body = f"""<header><div class="head"><h1>{escape(answer.model)}</h1>
 <p class="sub">{escape(settings)}</p></div></header><main>
 <p class="answer">{escape(answer.verdict)}</p>
+{f'<p class="note">{escape(best_line(answer.best))}</p>' if answer.best else ""}
 {f'<p class="note">{escape(answer.scope)}</p>' if answer.scope and answer.causes else ""}
 {_section("Measured and expected step", _bars(_steps(answer)) + _legend(answer))}
 {_section("Causes and remedies", _causes(answer))}

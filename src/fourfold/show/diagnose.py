@@ -11,6 +11,7 @@ from fourfold.traces import parts
 from fourfold.traces.cause import Cause
 from fourfold.traces.what_if import WhatIf
 from fourfold.units import counted
+from fourfold.verbs.best_engine import BestEngine
 from fourfold.verbs.diagnosis import Diagnosis, PartRow
 
 _WIDE = 100
@@ -91,6 +92,8 @@ def _causes(answer: Diagnosis) -> Iterator[Part]:
     if step is not None:
         line += f"; {_ms(step.mid)} ms expected ({_ms(step.low)} to {_ms(step.high)})"
     yield line
+    if answer.best is not None:
+        yield from wrap(best_line(answer.best), _WIDE)
     if answer.scope and answer.causes:  # else it is part of the verdict
         yield from wrap(f"{answer.scope}.", _WIDE)
     if not answer.causes:
@@ -98,6 +101,18 @@ def _causes(answer: Diagnosis) -> Iterator[Part]:
         return
     for number, cause in enumerate(answer.causes[:5], 1):
         yield from _cause(number, cause, answer.step_s)
+
+
+def best_line(best: BestEngine) -> str:
+    """What the best engine needs, and where this one takes longer."""
+    gains = "; ".join(
+        f"{row.name} {_ms(row.best_s)} ms (here {_ms(row.seconds)})" for row in best.parts
+    )
+    if best.step is None:
+        return f"with {best.name} (by bytes): {gains}"
+    step = f"{_ms(best.step.mid)} ms ({_ms(best.step.low)} to {_ms(best.step.high)})"
+    line = f"best engine measured on this GPU: {best.name}, {step} predicted"
+    return f"{line}; {gains}" if gains else line
 
 
 def _cause(number: int, cause: Cause, step_s: float) -> Iterator[str]:

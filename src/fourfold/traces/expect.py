@@ -233,11 +233,18 @@ def _of_weights(run: Examined, c: Columns) -> dict[str, float]:
 
 
 def _routing(run: Examined, c: Columns) -> dict[str, float]:
-    shapes = run.shapes
-    if not shapes.experts:
+    if not run.shapes.experts:
         return {}
     plain = any(word in text for text in run.linked.trace.texts for word in _PLAIN_ROUTING)
-    passes = _PLAIN_PASSES if plain else _FUSED_PASSES
-    rows = shapes.expert_rows * shapes.hidden * 2.0
+    return {parts.ROUTING: _routing_s(run, c, _PLAIN_PASSES if plain else _FUSED_PASSES)}
+
+
+def fused_routing_s(run: Examined, pricing: Pricing) -> float:
+    """Seconds of a step for routing by kernels that are made for it."""
+    return _routing_s(run, pricing.columns, _FUSED_PASSES)
+
+
+def _routing_s(run: Examined, c: Columns, passes: float) -> float:
+    rows = run.shapes.expert_rows * run.shapes.hidden * 2.0
     layers = run.counts.micro_batches * run.counts.layers
-    return {parts.ROUTING: layers * passes * rows / (0.75 * of_one(c.hbm))}
+    return layers * passes * rows / (0.75 * of_one(c.hbm))

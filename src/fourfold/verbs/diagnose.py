@@ -43,6 +43,7 @@ from fourfold.traces.examined import (
 from fourfold.traces.expect import Expected, Pricing, expect
 from fourfold.traces.settings import Setting
 from fourfold.traces.what_if import fix_all, what_if
+from fourfold.verbs.best_engine import find_best_engine
 from fourfold.verbs.collect import read_files
 from fourfold.verbs.diagnosis import Diagnosis, PartRow, RankRow, keep
 from fourfold.verbs.machine import known_cluster, named_cluster, read_calibration, read_profile
@@ -206,6 +207,9 @@ def diagnose(
         settings=found.settings,
         expected=case.expected if pricing else None,
         basis=pricing.basis if pricing else "",
+        best=find_best_engine(
+            found, pricing, cluster_of(found, request), read_calibration(request.calibration)
+        ),
         rows_of=_rows(found, case.expected if pricing else None),
         causes=tuple(causes),
         ranks=ranks,

@@ -20,6 +20,7 @@ from fourfold.traces.expect import Expected, Interval
 from fourfold.traces.settings import Setting, preset_of
 from fourfold.traces.what_if import WhatIf
 from fourfold.verbs import Answer
+from fourfold.verbs.best_engine import BestEngine
 
 
 def keep(diagnosis: Diagnosis, root: str) -> str:
@@ -94,6 +95,7 @@ class Diagnosis(Answer):
     settings: dict[str, Setting]
     expected: Expected | None
     basis: str
+    best: BestEngine | None
     rows_of: tuple[PartRow, ...]
     causes: tuple[Cause, ...]
     ranks: tuple[RankRow, ...]
@@ -164,6 +166,7 @@ class Diagnosis(Answer):
             "step_s": self.step_s,
             "expected_step_s": codec.encode(expected) if expected else None,
             "basis": self.basis,
+            "best_engine": codec.encode(self.best) if self.best else None,
             "tokens_s_gpu": self.tokens_s or None,
             "unplaced_share": self.unplaced_share,
             "verdict": self.verdict,
