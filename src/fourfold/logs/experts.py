@@ -31,7 +31,6 @@ def megatron_experts(args: Flat) -> Flat:
         "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
         "routing": _routing(args),
         "recompute_modules": recomputed(args),
-        "cuda_graph": _graphs(args),
         "family": _family(args),
     }  # fmt: skip
 
@@ -96,10 +95,11 @@ def recomputed(args: Flat) -> str:
     return " ".join(_WORDS.findall(said or ""))
 
 
-def _graphs(args: Flat) -> str:
-    kind, scope = args.get("cuda_graph_impl", "none"), args.get("cuda_graph_scope", "")
-    if is_none(kind) or kind == "none":
-        return ""
+def graphs(args: Flat) -> str:
+    """What of a step is captured as CUDA graphs; '' where it does not say."""
+    kind, scope = args.get("cuda_graph_impl", ""), args.get("cuda_graph_scope", "")
+    if is_none(kind):
+        return "none" if kind.lower() == "none" else ""
     return "full_iteration" if "full_iteration" in scope else f"{kind} {_scopes(scope)}".strip()
 
 

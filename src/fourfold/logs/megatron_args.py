@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fourfold.cost.scaling import CALLED
-from fourfold.logs.experts import expert_count, megatron_experts, recomputed
+from fourfold.logs.experts import expert_count, graphs, megatron_experts, recomputed
 from fourfold.logs.nested import OFFLOADED, Flat, bracketed, is_none, whole, yes
 from fourfold.logs.words import WORDS, columns, renamed, words_of
 from fourfold.spec.words import RECOMPUTE
@@ -15,6 +15,12 @@ _OFFLOADS = (
     "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading",
     "cpu_optimizer",
 )  # fmt: skip
+_MOMENTS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
+_OVERLAPS = {
+    "overlap_grad_reduce": "grad-reduce",
+    "overlap_param_gather": "param-gather",
+    "tp_comm_overlap": "tp",
+}
 # Of a layer without experts, what selective recompute repeats; attention's core where nothing says.
 _MODULES = {"": "selective", "core_attn": "selective", "layernorm mlp": "norm+mlp"}
 
@@ -57,6 +63,10 @@ def facts_of(args: Flat) -> Flat:
         "act_ckpt": _recompute(args),
         "attention": _attention(args),
         "steps_of": words_of(args),
+        "grad_dtype": _grad_dtype(args),
+        "optimizer_dtype": _moments(args),
+        "overlap": _overlap(args),
+        "cuda_graph": graphs(args),
         **megatron_experts(args),
     }
 
@@ -112,6 +122,33 @@ def _scaling(args: Flat) -> str:
     """Of products in fp8, as notes of the reference schema say it."""
     recipe = args.get("fp8_recipe", "")
     return f"recipe {recipe}" if _precision(args) == "fp8" and recipe in CALLED else ""
+
+
+def _grad_dtype(args: Flat) -> str:
+    """The buffer that gradients accumulate in and are reduced from; '' in fp16, which is reduced
+    as it is."""
+    names = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32")
+    said = next((args[name] for name in names if not is_none(args.get(name))), "")
+    if yes(said):
+        return "fp32"
+    return "bf16" if said and _precision(args) in ("bf16", "fp8", "fp4") else ""
+
+
+def _moments(args: Flat) -> str:
+    """'' where the two differ, or are narrower than the schema has a word for."""
+    dtypes = {
+        args.get(name, "").rpartition(".")[2] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    }
+    if not yes(args.get("use_precision_aware_optimizer")):
+        return "fp32" if dtypes != {""} else ""
+    return _MOMENTS.get(dtypes.pop(), "") if len(dtypes) == 1 else ""
+
+
+def _overlap(args: Flat) -> str:
+    """What runs under compute, by the schema's words; '' where it does not say."""
+    if is_none(args.get("overlap_grad_reduce")):
+        return ""
+    return " ".join(word for name, word in _OVERLAPS.items() if yes(args.get(name))) or "none"
 
 
 def _recompute(args: Flat) -> str:

@@ -25,6 +25,7 @@ from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE
 
+_RELEASE = re.compile(r"torchtitan version: ([0-9][0-9a-z.+]{0,30})")
 _STEP = re.compile(r"(?<!validate )\bstep:\s{0,20}([0-9]{1,12})\s")
 _UNTIMED = re.compile(r" - INFO - step:\s{0,20}[0-9]{1,12}\s{1,20}loss:")
 _TPS = re.compile(r"\b(?:tps|wps):\s{0,20}([0-9][0-9,]{0,20})(?![0-9.,]|$)")
@@ -92,6 +93,8 @@ class Torchtitan:
             return True
         if " - " in text and ("Starting job:" in text or "torchtitan version:" in text):
             self.book.begin()
+            if release := _RELEASE.search(text):
+                self.book.fact(engine_release=release.group(1))
             return True
         for pattern, is_model in ((_CONFIG, False), (_MODEL, True)):
             if "with " in text and (found := pattern.search(text)):
@@ -243,6 +246,8 @@ def facts_of(facts: Flat) -> Flat:
     facts |= titan_placed(facts) | {"act_ckpt": _recompute(facts), "attention": "flash"}
     usual = "bf16" if (shard or 1) > 1 else ""  # its default, which FSDP applies
     facts["precision"] = facts.get("_products") or facts.get("precision") or usual
+    if facts.get("_dtype") == "bfloat16" and facts["precision"] in ("bf16", ""):
+        facts["precision"] = "bf16-pure"  # weights, gradients and moments too
     facts["sequence_parallel"] = str(int((size["tp"] or 1) > 1))
     return {name: value for name, value in facts.items() if not name.startswith("_") and value}
 
