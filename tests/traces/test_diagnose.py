@@ -299,6 +299,20 @@ def test_parts_are_told_apart_in_every_row(tmp_path: Path) -> None:
     assert all(render(one.headings, one.rows, "text") for one in tables)
 
 
+def test_rows_begin_with_what_is_outside_its_expectation(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, simulated.slower(SHAPE, memory=5.0, loader_s=0.01, attention=1.3))
+    names = [row.name for row in found.rows_of]
+    outside = [row.outside_s for row in found.rows_of]
+    above = [s for s in outside if s > 5e-5]
+    assert outside[: len(above)] == sorted(above, reverse=True)
+    assert {parts.DATA, parts.ATTENTION, parts.ELEMENTWISE} <= set(names[: len(above)])
+    rest = [row.seconds for row in found.rows_of[len(above) :]]
+    assert rest == sorted(rest, reverse=True)
+    assert parts.UP in names[len(above) :]
+    row = next(row for row in found.plain()["parts"] if row["part"] == parts.DATA)
+    assert row["outside_s"] == row["seconds"]
+
+
 def mutilated(kind: int, dice: Random) -> bytes:
     """Damaged, cut off in a gzip, with values of other kinds, with other tools' fields."""
     trace = simulated.trace(Shape(layers=1, length=64), steps=2)

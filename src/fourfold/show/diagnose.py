@@ -7,12 +7,11 @@ from textwrap import wrap
 
 from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec.layout import AXES
-from fourfold.traces import parts
 from fourfold.traces.cause import Cause
 from fourfold.traces.what_if import WhatIf
 from fourfold.units import counted
 from fourfold.verbs.best_engine import BestEngine
-from fourfold.verbs.diagnosis import Diagnosis, PartRow
+from fourfold.verbs.diagnosis import LEAST_SHOWN_S, Diagnosis, PartRow
 
 _WIDE = 100
 # Of the settings these are told in a line; --settings shows all.
@@ -142,9 +141,7 @@ def _interval(row: PartRow) -> str:
 
 
 def _outside(row: PartRow) -> str:
-    if row.expected is None:
-        return f"{1e3 * row.seconds:+.1f}" if row.name in parts.IDLE else "-"
-    return "-" if abs(row.outside_s) < 5e-5 else f"{1e3 * row.outside_s:+.1f}"
+    return "-" if abs(row.outside_s) < LEAST_SHOWN_S else f"{1e3 * row.outside_s:+.1f}"
 
 
 def _foot(answer: Diagnosis) -> Iterator[str]:

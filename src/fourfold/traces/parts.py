@@ -22,7 +22,8 @@ DATA, LAUNCHES, SYNC, MEMORY, BETWEEN, OUTSIDE = (
     "waiting: data", "waiting: launches", "waiting: synchronisation", "waiting: memory",
     "between kernels", "waiting: host",
 )  # fmt: skip
-IDLE = (DATA, LAUNCHES, SYNC, MEMORY, OUTSIDE, BETWEEN)
+WAITS = (DATA, LAUNCHES, SYNC, MEMORY, OUTSIDE)
+IDLE = (*WAITS, BETWEEN)
 _OVER_MEMORY = (ELEMENTWISE, EMBEDDING, ROUTING, LOSS, OPTIMIZER, COPIES)
 COMPUTE = (*PRODUCTS, CONVOLUTION, ATTENTION, *_OVER_MEMORY)
 

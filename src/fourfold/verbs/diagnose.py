@@ -45,7 +45,7 @@ from fourfold.traces.settings import Setting
 from fourfold.traces.what_if import fix_all, what_if
 from fourfold.verbs.best_engine import find_best_engine
 from fourfold.verbs.collect import read_files
-from fourfold.verbs.diagnosis import Diagnosis, PartRow, RankRow, keep
+from fourfold.verbs.diagnosis import LEAST_SHOWN_S, Diagnosis, PartRow, RankRow, keep
 from fourfold.verbs.machine import known_cluster, named_cluster, read_calibration, read_profile
 from fourfold.verbs.requests import DiagnoseRequest
 
@@ -297,4 +297,10 @@ def _rows(found: Examined, expected: Expected | None) -> tuple[PartRow, ...]:
                 expected.parts.get(name) if expected else None)
         for name in names
     ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -row.seconds))
+    return tuple(sorted(rows, key=_by_outside))
+
+
+def _by_outside(row: PartRow) -> tuple[float, float]:
+    """What is above its expectation first, the rest by its seconds."""
+    above = row.outside_s if row.outside_s >= LEAST_SHOWN_S else 0.0
+    return -above, -row.seconds

@@ -59,6 +59,10 @@ def keep(diagnosis: Diagnosis, root: str) -> str:
     return str(Store(root).keep(report).folder)
 
 
+# Less than this is 0.0 ms in a table.
+LEAST_SHOWN_S = 5e-5
+
+
 @dataclass(frozen=True, slots=True)
 class PartRow:
     """`expected` None: nothing is known of it."""
@@ -70,9 +74,9 @@ class PartRow:
 
     @property
     def outside_s(self) -> float:
-        """Beyond the interval: above it, or (negative) below."""
+        """Beyond the interval: above it, or (negative) below. Nobody expects waits."""
         if self.expected is None:
-            return 0.0
+            return self.seconds if self.name in parts.WAITS else 0.0
         above, below = self.seconds - self.expected.high, self.seconds - self.expected.low
         return above if above > 0 else min(0.0, below)
 
