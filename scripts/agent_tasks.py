@@ -2,8 +2,8 @@
 
 A task is a model, machines and a batch of a published table (tests/golden), with the layouts that
 were measured there. The client asks the server's `predict` for each of them and takes the fastest
-that is 90% sure to fit. Regret: how much longer a step takes than with the best layout; of a choice
-that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody, the
+that is 90% likely to fit. Regret: how much longer a step takes than with the best layout; of a
+choice that ran out of memory, that of the slowest one that ran. Beside it two that ask nobody, the
 baselines of the exam (exam/baselines.py): the rules of thumb of the engines' guides as numbers,
 and a constant MFU, which knows no difference (the mean over what these rules believe to fit). The
 shipped calibration was fitted with these tables, so the tool knows them: docs/accuracy.md has

@@ -156,9 +156,10 @@ def test_one_layout_is_listed_in_its_variants() -> None:
     alone = rank_layouts(ask(gpus=1, model="mpt-125m"), least=4)
     assert len(alone) == 4
     assert {str(alone.layout(i)) for i in range(4)} == {"pp1 dp1 cp1 tp1"}
-    assert (np.diff(alone.step_s[alone.fits >= SURE]) >= 0).all()
+    assert alone.step_s[0] <= 1.02 * alone.pace_s
     shortest = rank_layouts(ask(gpus=1, model="mpt-125m"), least=1)
-    assert (shortest.fits >= SURE).sum() == 1
+    assert (shortest.fits[~shortest.points["tied"]] < SURE).all()
+    assert shortest.choice(0) == alone.choice(0)
 
 
 def test_flags_fix_an_axis_and_where_drops() -> None:
@@ -248,7 +249,7 @@ def test_a_longer_list_has_the_same_first_choice(gpus: int) -> None:
     assert len({str((ranking.layout(0), ranking.choice(0).policy)) for ranking in lists}) == 1
 
 
-def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(cli) -> None:
+def test_first_choice_is_the_fastest_that_is_likely_to_fit(cli) -> None:
     words = [
         "plan", "--model", "llama-3.1-70b", "--gpu", "a100-80gb", "--gpus", "256", "--seq-len",
         "8192", "--global-batch", "512", "--stack", "megatron",
@@ -258,9 +259,12 @@ def test_the_first_choice_is_the_fastest_that_is_sure_to_fit(cli) -> None:
     assert first["fit_chance"] >= SURE
     assert first["runs_in"][0] == "Megatron"
     for row in others:  # a row with fewer seconds says why it stands lower
-        assert (row["step_s"] < first["step_s"]) == ("less time, may not fit" in row["note"])
-    sure = [row["step_s"] for row in said["ranked"] if row["fit_chance"] >= SURE]
-    assert sure == sorted(sure)
+        held = row["tied"] or row["fit_chance"] < SURE
+        is_faster = row["step_s"] < first["step_s"]
+        assert is_faster == ("less time" in row["note"])
+        assert held or not is_faster
+    likely = [row for row in said["ranked"] if row["fit_chance"] >= SURE and not row["tied"]]
+    assert [row["step_s"] for row in likely] == sorted(row["step_s"] for row in likely)
     bold = cli.json(*words, "--risk", "50%")["ranked"][0]
     assert bold["step_s"] < first["step_s"]
     assert 0.5 <= bold["fit_chance"] < SURE

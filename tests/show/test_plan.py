@@ -44,14 +44,14 @@ def test_a_faster_layout_is_named_with_what_speaks_against_it(plan: PlanAnswer) 
     first = replace(plan.best, fit_chance=0.93)
     plan = replace(plan, ranked=(first, *plan.ranked[1:]))
     risky = replace(plan, faster=other(plan, 1.05, fit_chance=0.4))
-    assert "4.8% less time than #1 but 40% sure to fit: pp1 dp4" in said(risky)
+    assert "4.8% less time than #1 but 40% likely to fit: pp1 dp4" in said(risky)
 
 
 def test_what_is_probably_too_large_has_its_chance(plan: PlanAnswer) -> None:
     near = other(plan, 1.2, fit_chance=0.13, peak_bytes=96.4 * 2**30)
     text = said(replace(plan, near_miss=near))
     assert "faster, but probably too large: pp1 dp4" in text
-    assert "about 96.4 of 80 GiB, 13% sure to fit" in text
+    assert "about 96.4 of 80 GiB, 13% likely to fit" in text
 
 
 def test_where_nothing_fits_the_page_says_what_needs_least() -> None:

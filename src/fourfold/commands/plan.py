@@ -75,9 +75,10 @@ examples:
 def plan(args: Any, show: OnEvent) -> Output:
     """Find the fastest layout for a model on these GPUs, and whether it fits.
 
-    Every legal layout is checked for memory and timed; the first is the fastest that is 90% sure to
-    fit and that an engine with exported settings can run. Axes, sizes and policies given by flags
-    are fixed, the search chooses the others.
+    Every legal layout is checked against memory and its step time predicted. The first is the
+    fastest that is 90% likely to fit and that --export writes; within 2% of that, the one with the
+    fewest model-parallel ranks (pp x cp x tp), then the likeliest to fit. Axes, sizes and policies
+    given by flags are fixed, the search chooses the others.
     """
     if args.stack == "list":
         known = fourfold.stacks(**options.given(args, "cluster", "gpu", "profile", "calibration"))
@@ -216,14 +217,20 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
     memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
     unproven = " (including unmeasured features)" if answer.with_unproven else ""
     slower = 100 * (row.step_s / best.step_s - 1)
-    against = f"{slower:+.1f}% against the first choice, {best} micro batch {best.micro_batch}"
-    place = f"place {answer.rank:,} of {counted(answer.of or 0, 'layout')}"
-    tie = f" (within {answer.tie_width_pct:.1f}% is a tie)"
+    why = f" ({answer.held_back})" if answer.held_back else ""
+    against = f"{slower:+.1f}%{why} against the first choice, {best} micro batch {best.micro_batch}"
+    place = f"place {answer.rank:,} of {counted(answer.of or 0, 'layout')} by seconds"
+    sure = f"; differences below {answer.tie_width_pct:.1f}% are within the error"
+    is_first = (row.layout, row.policy, row.micro_batch) == (
+        best.layout,
+        best.policy,
+        best.micro_batch,
+    )
     return [
         f"{row}, micro batch {row.micro_batch}, {row.policy.sharding}, recompute "
         f"{row.policy.recompute}: the best of {counted(answer.ways or 0, 'variant')}",
         f"{interval_s(row)}, {place}{unproven}; "
-        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {'the first choice' if row == best else against + tie}",
+        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {'the first choice' if is_first else against + sure}",
         *approximated(answer.remarks),
         "",
         Grid(["part", "s", "best s", "difference"], parts),

@@ -17,9 +17,10 @@ from fourfold.cost.fit.ranges import axes
 from fourfold.cost.memory.peak import fit_chance, moved_coefficients, moves
 from fourfold.cost.predict import playable, predictions
 from fourfold.cost.step.estimate import estimate
+from fourfold.search.export import is_written
 from fourfold.search.plan_answer import Alternative, Choice, Reversal
 from fourfold.search.query import PlanQuery
-from fourfold.search.ranking import Pool, Ranking
+from fourfold.search.ranking import Pool, Ranking, spec_at
 from fourfold.spec.layout import MODEL_AXES
 
 # Calibration files keep three digits of measured values.
@@ -82,11 +83,14 @@ def near_miss(ranking: Ranking) -> Alternative | None:
 
 
 def faster(ranking: Ranking) -> Alternative | None:
-    """The fastest of what is ranked, where that is not the first."""
-    points = ranking.fastest
-    if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.step_s[0]:
+    """Return the fastest of what is faster than the first row and held back."""
+    points = ranking.held_back
+    if not points or not len(points["pp"]):
         return None
-    return alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
+    query = ranking.query
+    exported = is_written(query, spec_at(query, points, 0))
+    chance = float(points["fit_chance"][0])
+    return alternative(query, points, fit_chance=chance, exported=exported)
 
 
 def alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:

@@ -32,9 +32,8 @@ from fourfold.search.alternatives import (
     reversals,
     unproven_best,
 )
-from fourfold.search.choice import sure_line
 from fourfold.search.culprit import culprit
-from fourfold.search.export import runs_in
+from fourfold.search.export import is_written, runs_in
 from fourfold.search.fixes import ways_out
 from fourfold.search.legal import why_not
 from fourfold.search.listed import only
@@ -105,6 +104,7 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         faster=faster(ranking),
         bf16_gradients=_bf16_gradients(ranking),
         risk=query.risk,
+        tied=ranking.tied,
         like=query.like,
         unproven_best=unproven_best(ranking),
         near_miss=near_miss(ranking),
@@ -156,10 +156,17 @@ def _rows(ranking: Ranking, train: Whole, count: int) -> tuple[PlanRow, ...]:
     ranking = ranking.take(np.arange(count))
     wide = ranking.predicted.interval.why_wide()
     train = replace(train, ranking=ranking)
-    return tuple(_row(ranking, train, i, wide[i]) for i in range(count))
+    exported = [is_written(ranking.query, ranking.spec(i)) for i in range(count)]
+    rows = (_row(ranking, train, i, wide[i], exported=exported[i]) for i in range(count))
+    # Where even the first has no export, that is said once for all.
+    has_export = any(exported[:1])
+    return tuple(
+        replace(row, note=_note(ranking, i, exported=row.exported or not has_export))
+        for i, row in enumerate(rows)
+    )
 
 
-def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
+def _row(ranking: Ranking, train: Whole, i: int, wide: str, *, exported: bool) -> PlanRow:
     query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
@@ -181,7 +188,9 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str) -> PlanRow:
         closed_form_s=float(ranking.closed_s[i]),
         parts_s=parts,
         exposed_s=exposed(parts),
-        note=_note(ranking, i),
+        note="",
+        tied=ranking.tied > 1 and bool(ranking.points["tied"][i]),
+        exported=exported,
         runs_in=runs_in(query, spec),
         wide=wide,
         **_memory(ranking, c, i),
@@ -205,13 +214,15 @@ def _flops_per_token(spec: RunSpec, rule: str) -> float:
     return float(convention(rule).count(FlopsQuery.of_spec(spec)).printed)
 
 
-def _note(ranking: Ranking, i: int) -> str:
-    """Why a row stands lower than its seconds say; and tensor parallelism that leaves a host."""
-    said = []
+def _note(ranking: Ranking, i: int, *, exported: bool) -> str:
+    """Return what keeps a row back, and that tensor parallelism leaves a host."""
     less = 100.0 * float(1.0 - ranking.step_s[i] / ranking.step_s[0])
+    held = [] if exported else ["no export"]
+    if less > 0.0 and ranking.fits[i] < ranking.min_fit_chance:
+        held.append(f"{100 * ranking.fits[i]:.0f}% likely to fit")
     if less > 0.0:
-        is_sure = ranking.fits[i] >= sure_line(ranking.fits, ranking.query.risk)
-        said.append(f"{less:.1f}% less time, {'no engine runs it' if is_sure else 'may not fit'}")
+        held = [f"{less:.1f}% less time", *(held or ["a tie"])]
+    said = [", ".join(held)] if held else []
     c = ranking.predicted.columns.take(slice(i, i + 1))
     if crosses(c, c.tp, np.ones_like(c.tp))[0]:
         said.append("tp across hosts")

@@ -23,6 +23,7 @@ from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
 from fourfold.spec.words import SCHEDULES
 
 NEAREST = 4
+_CHOSEN_POLICY = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 VARIANTS = 8
 # More cannot be read, and a page of them is tens of megabytes.
 MOST_ACTIONS = 20_000
@@ -57,8 +58,9 @@ class Explanation:
     ways: int | None = None
     calibration: CalibrationFacts | None = None
     stack: str | None = None
-    rank: int | None = None
+    rank: int | None = None  # by seconds
     of: int | None = None
+    held_back: str | None = None  # why it is not the first choice although it is faster; or ""
     with_unproven: bool | None = None
     best: PlanRow | None = None
     tie_width_pct: float | None = None
@@ -77,8 +79,8 @@ class Explanation:
         return [plain(row) for row in self.variants]
 
 
-_ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of", "with_unproven",
-                 "best", "tie_width_pct", "operations")  # fmt: skip
+_ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of", "held_back",
+                 "with_unproven", "best", "tie_width_pct", "operations")  # fmt: skip
 
 
 def explain(query: PlanQuery, layout: Layout) -> Explanation:
@@ -87,12 +89,21 @@ def explain(query: PlanQuery, layout: Layout) -> Explanation:
 
 def ways_to_run(query: PlanQuery, layout: Layout, *, open_experts: bool = False) -> Ranking | None:
     """Every way to run this layout, best first; None if it does not have the asked ranks.
-    `open_experts`: with any `ep` and `etp` that the query does not decide."""
+    `open_experts`: with any `ep` and `etp` that the query does not decide. Ties are those of this
+    layout alone."""
     left = EXPERT_AXES if open_experts else ()
     only = {axis: size for axis, size in layout.sizes.items() if axis not in left}
     only["replicate"] = layout.replicate
     one = replace(query, fixed=query.fixed | only, where=())
     return rank_layouts(one, least=VARIANTS) if layout.world == query.gpus else None
+
+
+def way_of_row(query: PlanQuery, row: PlanRow) -> Ranking | None:
+    """Return the ranking of one row of an answer alone."""
+    fixed = {name: getattr(row.policy, name) for name in _CHOSEN_POLICY}
+    fixed |= {"micro_batch": row.micro_batch}
+    one = replace(query, policy=row.policy, fixed=query.fixed | fixed, explore=True)
+    return ways_to_run(one, row.layout)
 
 
 def explain_ranking(
@@ -113,6 +124,9 @@ def explain_ranking(
     if not known["fits"]:
         return Explanation(**known, nearest=_fitting(query, layout), smallest=_smallest(ranking))
     everything = _rivals(query, layout, ranking)
+    # Ways to run it stand in the order that they have in the plan.
+    if everything.pace_s < ranking.pace_s:
+        ranking = rank_layouts(ranking.query, least=VARIANTS, pace_s=everything.pace_s)
     own = answer(ranking, top=VARIANTS)
     best = answer(everything, top=1)
     return Explanation(
@@ -125,11 +139,22 @@ def explain_ranking(
         stack=query.stack,
         rank=everything.place(ranking),
         of=everything.layouts,
+        held_back=_held_back(own.ranked[0], best.ranked[0], everything),
         with_unproven=everything.query.explore and not query.explore,
         best=best.best,
         tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
         operations=_operations(ranking, own.ranked[0]) if listed else None,
     )
+
+
+def _held_back(row: PlanRow, best: PlanRow, everything: Ranking) -> str:
+    """Return why a row that is faster than the first choice does not stand before it."""
+    if row.step_s >= best.step_s:
+        return ""
+    is_likely = row.fit_chance >= everything.min_fit_chance
+    why = [] if is_likely else [f"{100 * row.fit_chance:.0f}% likely to fit"]
+    why += ["no export"] if best.exported and not row.exported else []
+    return ", ".join(why) or "a tie"
 
 
 def _operations(ranking: Ranking, row: PlanRow) -> tuple[OpRow, ...]:

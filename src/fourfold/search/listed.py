@@ -1,8 +1,9 @@
 """The points that are listed: the best by closed form are played event by event, beside the fastest
-of those that are sure to fit; choice.py orders them."""
+of those that are likely to fit and all that tie with them; choice.py orders them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.search.bounds import LAYOUT, Bounds
-from fourfold.search.choice import order
+from fourfold.search.choice import LOOKED_AT, TIE, order
 from fourfold.search.fastest import fastest
 from fourfold.search.table import Bools, Places, Pool, alike, repeats
 from fourfold.spec.run import CHOSEN
@@ -22,23 +23,41 @@ from fourfold.spec.run import CHOSEN
 PLAYED, PLAYED_VARIANTS = 300, 3
 FEW, FEW_VARIANTS = 60, 12
 PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
-# Layouts that are sure to fit, played beside those.
+# Layouts that are likely to fit, played beside those.
 PLAYED_SURE = 24
 
 
+# Ways to run that are likely to fit and within a tie of the fastest, played beside those; played,
+# they may move by SLACK against it.
+TIED, TIED_VARIANTS, SLACK = 120, 24, 0.01
+IsWritten = Callable[[Pool, int], bool]  # whether --export writes one of these points
+
+
 class Listed(NamedTuple):
-    """Points in full, the first choice first; `fastest` of all that were played, one row or none;
-    `least_s`: the fewest seconds by closed form."""
+    """Points in full, the first choice first, and which of them are `tied`; `pace_s`,
+    `min_fit_chance`, `held_back` (one row or none): as choice.Order has them; `least_s`: the fewest
+    seconds by closed form."""
 
     points: Pool
     predicted: Predictions
-    fastest: Pool
+    pace_s: float
+    min_fit_chance: float
+    held_back: Pool
     least_s: float
 
 
-def listed(bounds: Bounds, ranked: Bools, roomy: Bools, new: Bools, least: int) -> Listed:
-    """One way to run each layout, or more where there are fewer layouts than `least`. No others
-    than `roomy` points are 90% sure to fit."""
+def listed(
+    bounds: Bounds,
+    ranked: Bools,
+    roomy: Bools,
+    new: Bools,
+    least: int,
+    *,
+    is_written: IsWritten,
+    pace_s: float = np.inf,
+) -> Listed:
+    """Return one way to run each layout, or more where there are fewer layouts than `least`. No
+    others than `roomy` points are 90% likely to fit. `pace_s`: as choice.order has it."""
     query, points = bounds.table.query, {}
     for variants in (PLAYED_VARIANTS, max(FEW_VARIANTS, least)):
         points = leading(bounds, ranked, new, PLAYED, variants)
@@ -48,16 +67,26 @@ def listed(bounds: Bounds, ranked: Bools, roomy: Bools, new: Bools, least: int) 
     points = only(points, slice(count))
     roomy = ranked & roomy if 1.0 - query.risk >= SURE else ranked
     points = _with_sure(bounds, roomy, new, points, 1.0 - query.risk)
+    points = _with_ties(bounds, roomy, new, points, 1.0 - query.risk, is_written)
     predicted = predictions(query.columns(points), query.entry)
     points |= {"step_s": predicted.step_s, "fit_chance": predicted.fits}
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
-    timed = only(points, by_time)
-    numbers, both = layout_numbers(timed), (timed["step_s"], timed["fit_chance"])
-    shown = by_time[order(*both, numbers, risk=query.risk, least=least)]
+    timed, predicted = only(points, by_time), predicted.take(by_time)
+    asked: dict[int, bool] = {}
+
+    def writes(i: int) -> bool:
+        if i not in asked:
+            asked[i] = is_written(timed, i)
+        return asked[i]
+
+    numbers = layout_numbers(timed)
+    table = order(timed, numbers, writes, risk=query.risk, least=least, pace_s=pace_s)
     return Listed(
-        only(points, shown),
-        predicted.take(shown),
-        only(timed, slice(1)),
+        only(timed, table.index) | {"tied": table.tied},
+        predicted.take(table.index),
+        table.pace_s,
+        table.min_fit_chance,
+        only(timed, table.held_back),
         float(predicted.closed_s.min(initial=np.inf)),
     )
 
@@ -76,17 +105,56 @@ def _with_sure(bounds: Bounds, roomy: Bools, new: Bools, points: Pool, at_least:
     return only(both, np.sort(alike(both, CHOSEN)[0]))
 
 
+def _with_ties(
+    bounds: Bounds,
+    roomy: Bools,
+    new: Bools,
+    points: Pool,
+    at_least: float,
+    is_written: IsWritten,
+) -> Pool:
+    """Return the points with all ways to run that tie with the fastest eligible one: of the same
+    layouts and of others."""
+    query = bounds.table.query
+    if not len(points["pp"]):
+        return points
+    chance = fit_chance(query.columns(points), query.entry, points["peak_bytes"])
+    likely = only(points, chance >= at_least)
+    likely = only(likely, np.argsort(likely["step_s"], kind="stable"))
+    written = (i for i in range(min(LOOKED_AT, len(likely["pp"]))) if is_written(likely, i))
+    if (fastest := next(written, None)) is None:
+        return points
+    most_s = (1.0 + TIE + SLACK) * float(likely["step_s"][fastest])
+    ways = _likely(bounds, roomy, new, TIED, TIED_VARIANTS, at_least, most_s)
+    ways = only(ways, slice(playable(query.columns(ways), PLAYED_EVENTS)))
+    both = {name: np.concatenate([points[name], ways[name]]) for name in points}
+    return only(both, np.sort(alike(both, CHOSEN)[0]))
+
+
 def sure_points(
     bounds: Bounds, mask: Bools, new: Bools, most_s: float, at_least: float = SURE
 ) -> Pool:
     """The fastest layouts that fit so surely, each in its fastest such way; `most_s`: of which at
     least as many are known."""
+    return _likely(bounds, mask, new, PLAYED_SURE, 1, at_least, most_s)
+
+
+def _likely(
+    bounds: Bounds,
+    mask: Bools,
+    new: Bools,
+    keep: int,
+    variants: int,
+    at_least: float,
+    most_s: float,
+) -> Pool:
+    """Return the fastest points that fit so likely, none slower than `most_s`."""
     table = bounds.table
 
-    def is_sure(index: Places) -> Bools:
+    def is_likely(index: Places) -> Bools:
         return table.priced(index, lambda c: fit_chance(c, table.query.entry)) >= at_least
 
-    return leading(bounds, mask, new, PLAYED_SURE, 1, holds=is_sure, most_s=most_s)
+    return leading(bounds, mask, new, keep, variants, holds=is_likely, most_s=most_s)
 
 
 def leading(

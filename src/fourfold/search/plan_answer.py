@@ -52,9 +52,11 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(Choice):
     """One ranked layout. `exposed_s` are seconds by part that nothing hides; `fit_chance` is of its
-    memory; `note`: why it stands lower than its seconds say, and what is unusual about it;
-    `runs_in`: engines that we write settings for and that can run it; `wide`: why its interval is
-    wide, '' where it is not; `provenance`: what its seconds rest on (cost/fit/calibration.py)."""
+    memory; `note`: why it stands lower than its seconds say, and what is unusual about it; `tied`:
+    it ties for the first place; `exported`: --export writes it for the engine whose seconds these
+    are; `runs_in`: engines that we write settings for and that can run it; `wide`: why its interval
+    is wide, '' where it is not; `provenance`: what its seconds rest on
+    (cost/fit/calibration.py)."""
 
     rank: int
     step_s: float
@@ -68,6 +70,8 @@ class PlanRow(Choice):
     peak_bytes_high: float
     fit_chance: float
     note: str
+    tied: bool
+    exported: bool
     runs_in: tuple[str, ...]
     wide: str
     memory_bytes: dict[str, float]
@@ -111,8 +115,8 @@ class PlanRow(Choice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A layout beside the first choice: faster or surer to fit, over the memory by the best
-    estimate, or never measured."""
+    """A layout beside the first choice: faster but not likely to fit or not `exported`, over the
+    memory by the best estimate, or never measured."""
 
     layout: Layout
     cp_kind: str
@@ -122,6 +126,7 @@ class Alternative:
     micro_batch: int
     step_s: float
     fit_chance: float | None = None
+    exported: bool | None = None
     peak_bytes: float | None = None
     without_rows: tuple[str, ...] | None = None
 
@@ -291,6 +296,7 @@ class PlanAnswer:
     training: dict[str, Any]
     reason: str
     risk: float = RISK
+    tied: int = 0
     like: str = ""  # the measured cluster that it is priced as
     bf16_gradients: Alternative | None = None
     routed: Routed | None = None  # of models with experts

@@ -1,6 +1,5 @@
 """Ranks layouts: memory of every legal point, closed-form seconds of every point that can be among
-the best, event simulation of the best few hundred. The first is the fastest that is sure to fit and
-that an engine with settings to write can run.
+the best, event simulation of the best few hundred. choice.py has the rule of their order.
 """
 
 from __future__ import annotations
@@ -14,10 +13,17 @@ from fourfold.cost.predict import Predictions
 from fourfold.events import Bar
 from fourfold.search.bounds import Bounds, bounds_of
 from fourfold.search.candidates import Candidates, candidates
-from fourfold.search.choice import sure_line
+from fourfold.search.choice import TIE
 from fourfold.search.export import is_written
 from fourfold.search.fastest import fastest, timed
-from fourfold.search.listed import fewest_s, layout_numbers, leading, listed, only
+from fourfold.search.listed import (
+    Listed,
+    fewest_s,
+    layout_numbers,
+    leading,
+    listed,
+    only,
+)
 from fourfold.search.near import near_best
 from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
@@ -28,7 +34,6 @@ from fourfold.spec.run import RunSpec
 
 # Of what is named beside a ranking, by closed form: played event by event, another may lead.
 ASIDE = 8
-LOOKED_AT = 40  # for one that an engine can run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,9 @@ class Ranking:
     set_aside: int  # without evidence, and no --explore
     unproven_best: Pool  # the fastest of those, at most ASIDE rows
     near_miss: Pool  # faster ones that are over the limit by our best estimate; at most ASIDE rows
-    fastest: Pool  # of all that were played, one row or none
+    pace_s: float  # of the fastest that is likely to fit and that --export writes
+    min_fit_chance: float  # of what counts as likely
+    held_back: Pool  # the fastest of those that are faster than the first; one row or none
     bounds: Bounds
     ranked: Bools  # of the table's points
     slower: int = 0  # legal points that are too slow to be listed: not looked at
@@ -66,6 +73,11 @@ class Ranking:
         both = fewest_s(self.bounds.table.points(index) | {"step_s": step_s})
         return dict(zip(*(one.tolist() for one in both), strict=True))
 
+    @property
+    def tied(self) -> int:
+        """Rows that tie for the first place, the first among them."""
+        return int(self.points["tied"].sum())
+
     def __len__(self) -> int:
         return len(self.predicted)
 
@@ -83,16 +95,13 @@ class Ranking:
         return self.predicted.closed_s
 
     def place(self, other: Ranking) -> int:
-        """Where the layout of another ranking's first stands in this one's table; of one that is
-        not listed, 1 and how many layouts are faster, played where they were played."""
+        """Return the place by seconds that the first row of another ranking has in this one: 1 and
+        how many other layouts are faster in their fastest way to run, played where listed."""
         own = int(layout_numbers(only(other.points, slice(0, 1)))[0])
-        numbers = layout_numbers(self.points)
-        if own in numbers:
-            return len(set(numbers[: int(np.argmax(numbers == own)) + 1].tolist()))
-        faster = set(numbers[self.step_s < other.step_s[0]].tolist())
-        played = set(numbers.tolist())
+        listed_s = dict(zip(*(a.tolist() for a in fewest_s(self.points)), strict=True))
+        faster = {n for n, step_s in listed_s.items() if step_s < other.step_s[0]}
         ways = self.fastest_ways().items()
-        faster |= {n for n, step_s in ways if n not in played and step_s < other.closed_s[0]}
+        faster |= {n for n, step_s in ways if n not in listed_s and step_s < other.closed_s[0]}
         return 1 + len(faster - {own})
 
     def layout(self, i: int) -> Layout:
@@ -103,9 +112,7 @@ class Ranking:
 
     def spec(self, i: int) -> RunSpec:
         """The run at a place."""
-        one = self.choice(i)
-        batch = replace(self.query.batch, micro_batch=one.micro_batch)
-        return replace(self.query.spec, layout=one.layout, batch=batch, policy=one.policy)
+        return spec_at(self.query, self.points, i)
 
     def take(self, index: Places) -> Ranking:
         """Those at these places alone, in that order."""
@@ -113,25 +120,41 @@ class Ranking:
         return replace(self, points=points, predicted=self.predicted.take(index))
 
 
-def rank_layouts(query: PlanQuery, *, least: int = 10, whole: bool = False) -> Ranking:
+def spec_at(query: PlanQuery, points: Pool, i: int) -> RunSpec:
+    """Return the run of one of many points."""
+    one = Choice.at(i, points, query.policy)
+    batch = replace(query.batch, micro_batch=one.micro_batch)
+    return replace(query.spec, layout=one.layout, batch=batch, policy=one.policy)
+
+
+def rank_layouts(
+    query: PlanQuery, *, least: int = 10, whole: bool = False, pace_s: float = np.inf
+) -> Ranking:
     """Everything legal and fitting; the best priced in full, one way to run each layout, or more
     where there are fewer layouts than `least`. `whole`: also of very many points every one that is
-    too slow to be listed has its place."""
+    too slow to be listed has its place. `pace_s`: of the plan that ways to run a layout are
+    compared in, as choice.order has it."""
     grid = candidates(query)
     bar = Bar(query.on_event, f"searching {grid.legal:,} configurations")
     for near, limit_s in () if whole else near_best(grid.table, least):
         space = space_of(near, bar)
-        found = _ranking(query, grid, (space, space.likely, space.likely), bar, least)
-        sure_fits = found.fits >= sure_line(found.fits, query.risk)
+        found = _ranking(query, grid, (space, space.likely, space.likely), bar, least, pace_s)
+        sure_fits = found.fits >= found.min_fit_chance
         quick = np.maximum(found.closed_s, found.step_s) <= limit_s
         known = only(found.points, sure_fits & quick)
-        if len(np.unique(layout_numbers(known))) >= least:
-            return _runnable_first(replace(found, slower=grid.legal - int(near.legal.sum())))
-    return _runnable_first(_ranking(query, grid, _fitting(grid.table, bar), bar, least))
+        has_ties = (1.0 + TIE) * found.pace_s <= limit_s
+        if has_ties and len(np.unique(layout_numbers(known))) >= least:
+            return replace(found, slower=grid.legal - int(near.legal.sum()))
+    return _ranking(query, grid, _fitting(grid.table, bar), bar, least, pace_s)
 
 
 def _ranking(
-    query: PlanQuery, grid: Candidates, found: tuple[Space, Bools, Bools], bar: Bar, least: int
+    query: PlanQuery,
+    grid: Candidates,
+    found: tuple[Space, Bools, Bools],
+    bar: Bar,
+    least: int,
+    pace_s: float,
 ) -> Ranking:
     space, fits, pool = found
     fitting, left = int(fits.sum()), int(pool.sum())
@@ -145,12 +168,21 @@ def _ranking(
     aside = {} if use_all else leading(bounds, pool & new, new, ASIDE, 1)
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
-    shown = listed(bounds, ranked, space.roomy, new, least)
+
+    def shown_of(ranked: Bools) -> Listed:
+        return listed(
+            bounds, ranked, space.roomy, new, least, is_written=is_written_point, pace_s=pace_s
+        )
+
+    def is_written_point(points: Pool, i: int) -> bool:
+        return is_written(query, spec_at(query, points, i))
+
+    shown = shown_of(ranked)
     is_sure = shown.points["fit_chance"] >= 1.0 - query.risk
     if set_aside and not (query.safe or is_sure.any()):
         # What was never measured is still better than what may not fit.
         use_all, ranked, set_aside, aside = True, pool, 0, {}
-        shown = listed(bounds, ranked, space.roomy, new, least)
+        shown = shown_of(ranked)
     return Ranking(
         query=query,
         grid=grid,
@@ -161,22 +193,12 @@ def _ranking(
         set_aside=set_aside,
         unproven_best=aside,
         near_miss=_near_miss(bounds, space.close & ~ranked & (use_all | ~new), new, shown.least_s),
-        fastest=shown.fastest,
+        pace_s=shown.pace_s,
+        min_fit_chance=shown.min_fit_chance,
+        held_back=shown.held_back,
         bounds=bounds,
         ranked=ranked,
     )
-
-
-def _runnable_first(ranking: Ranking) -> Ranking:
-    """The first that is sure to fit and that --export writes for the engine whose seconds these are
-    comes first; as it was, where none of those looked at is."""
-    query = ranking.query
-    line = sure_line(ranking.fits, query.risk)
-    sure = np.flatnonzero(ranking.fits >= line)[:LOOKED_AT]
-    first = next((int(i) for i in sure if is_written(query, ranking.spec(int(i)))), 0)
-    if first == 0:
-        return ranking
-    return ranking.take(np.insert(np.delete(np.arange(len(ranking)), first), 0, first))
 
 
 def _where(space: PointTable, mask: Bools) -> Bools:

@@ -66,14 +66,15 @@ def _engines(plan: PlanAnswer) -> Iterable[Part]:
 def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
     runs = f"Runs in {', '.join(row.runs_in)}" if row.runs_in else "No engine we export to runs it"
     asked = 1.0 - plan.risk
-    less = f"No layout is {100 * asked:.0f}% sure to fit: this is the fastest of the surest. "
+    less = f"No layout is {100 * asked:.0f}% likely to fit; this is the fastest of the likeliest. "
+    tie = f"Tie of {plan.tied} within 2%. " if plan.tied > 1 else ""
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
         f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
         f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB "
         f"({100 * row.fit_chance:.0f}% chance to fit). "
-        f"{less if row.fit_chance < asked else ''}{runs}. {_surety(plan)}."
+        f"{less if row.fit_chance < asked else ''}{tie}{runs}. {_surety(plan)}."
     )
 
 
@@ -90,7 +91,7 @@ def _surety(plan: PlanAnswer) -> str:
         same = "which has the same GPUs and links"
         return f"Priced as {plan.like}, {same} ({counted(known.rows, 'run')})"
     if known.error_median_pct is None:
-        return f"Based on {counted(known.rows, 'measured run')}, too few to estimate the error"
+        return f"{counted(known.rows, 'measured run')}; no held-out error yet"
     error = f"{known.error_median_pct:.1f}% ({counted(known.rows, 'measured run')})"
     return f"Typical error on held-out layouts: {error}"
 
@@ -109,7 +110,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
     yield from approximated(plan.remarks)
     if plan.near_miss is not None:
         size = (plan.near_miss.peak_bytes or 0.0) / GIB
-        room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB, {_sure(plan.near_miss)}"
+        room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB, {_likely(plan.near_miss)}"
         yield f"faster, but probably too large: {_named(plan.near_miss)}, {room}"
     if plan.unproven_best is not None:
         yield (
@@ -148,10 +149,12 @@ def _named(one: Alternative) -> str:
 
 
 def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
-    """A faster way that is riskier, what bf16 sums would save, and what is unusual about #1."""
+    """A faster way that is held back, what bf16 sums would save, and what is unusual about #1."""
     if plan.faster is not None and plan.faster.step_s < first.step_s:
         less = 100 * (1 - plan.faster.step_s / first.step_s)
-        yield f"{less:.1f}% less time than #1 but {_sure(plan.faster)}: {_named(plan.faster)}"
+        held = [_likely(plan.faster)] if (plan.faster.fit_chance or 0.0) < 1.0 - plan.risk else []
+        held += ["no export"] if plan.faster.exported is False else []
+        yield f"{less:.1f}% less time than #1 but {', '.join(held)}: {_named(plan.faster)}"
     narrow = plan.bf16_gradients
     if narrow is not None:
         saved_s = 100 * (1 - narrow.step_s / first.step_s)
@@ -167,8 +170,8 @@ def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
         yield f"#1: {first.note}"
 
 
-def _sure(one: Alternative) -> str:
-    return f"{100 * (one.fit_chance or 0.0):.0f}% sure to fit"
+def _likely(one: Alternative) -> str:
+    return f"{100 * (one.fit_chance or 0.0):.0f}% likely to fit"
 
 
 def source(plan: PlanAnswer) -> str:
@@ -238,11 +241,15 @@ def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
 
 
 def _against(row: PlanRow, first: PlanRow) -> str:
-    """Seconds against the first; a row that is faster stands lower because it is riskier."""
+    """Return seconds against the first, and why a row that is faster stands lower."""
     if row.rank == first.rank:
         return "-"
     more = f"{100 * (row.step_s / first.step_s - 1):+.1f}%"
-    return f"{more} risky" if row.step_s < first.step_s and row.note else more
+    if row.tied:
+        return f"{more} tie"
+    if not row.exported and first.exported:
+        return f"{more} no export"
+    return f"{more} risky" if row.step_s < first.step_s else more
 
 
 def _days(row: PlanRow) -> float:

@@ -47,7 +47,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points["peak_bytes"] = peak_bytes[front]
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
     points["fit_chance"] = predicted.fits
-    return replace(ranking, points=points, predicted=predicted, fastest={})
+    return replace(ranking, points=points, predicted=predicted, held_back={})
 
 
 Against = Literal["memory", "gpus"]
@@ -133,7 +133,7 @@ class Largest(Answer):
 
 def largest(request: PlanRequest, of: Of, *, on_event: OnEvent = ignore) -> Largest:
     """Sizes are tried in doublings, then in eighths between the last that fits and its double.
-    With `safe`, a layout must be 90% sure to fit."""
+    With `safe`, a layout must be 90% likely to fit."""
     base = catalog.model(request.model) if isinstance(request.model, str) else request.model
     change = _longer if of == "sequence" else _wider
     made = _most(request, lambda eighths: change(request, base, eighths), on_event)

@@ -24,7 +24,14 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer, best_row
 from fourfold.search.compare import best_of
-from fourfold.search.explain import Explanation, Smallest, explain_ranking, timeline, ways_to_run
+from fourfold.search.explain import (
+    Explanation,
+    Smallest,
+    explain_ranking,
+    timeline,
+    way_of_row,
+    ways_to_run,
+)
 from fourfold.search.fixes import rounder_batch
 from fourfold.search.legal import Refusal
 from fourfold.search.plan_answer import (
@@ -189,7 +196,7 @@ def _engines(
     ours: Callable[[], EngineBest] | None,
     on_event: OnEvent,
 ) -> tuple[EngineBest, ...]:
-    """The best of each engine on as many GPUs, the fastest of those that are sure to fit first.
+    """The best of each engine on as many GPUs, the fastest of those that are likely to fit first.
     `ours`: that of our own, where another process looks for it."""
     found = []
     for engine in EXPORTED:
@@ -256,7 +263,8 @@ def explain(
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen, open_experts=named.isdisjoint(EXPERT_AXES))
     explanation = explain_ranking(query, chosen, ranking, listed=operations)
-    drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
+    way = way_of_row(query, explanation.row) if draw and explanation.row is not None else None
+    drawn = timeline(way) if way is not None else None
     return Explained(explanation=explanation, timeline=drawn)
 
 
@@ -272,7 +280,7 @@ def best_timeline(request: PlanRequest, answer: PlanAnswer) -> Timeline | None:
     for a picture. No other layout is looked at again."""
     if answer.best is None or answer.best.layout.pp == 1:
         return None
-    ranking = ways_to_run(_sized(request, answer.best.layout, ignore), answer.best.layout)
+    ranking = way_of_row(_sized(request, answer.best.layout, ignore), answer.best)
     with contextlib.suppress(UserError):
         return timeline(ranking) if ranking is not None else None
     return None
