@@ -67,7 +67,7 @@ def sentence(rule: str, *, field: str = "", value: object = None, source: str = 
     """'--gpus 4 must be ...', 'batch.seq_len = 0 in run.toml must be ...', 'unknown GPU 'h10''."""
     field = shorten(field, 200) if len(field) > 200 else field
     if rule.startswith("unknown ") and (field or value is not None):
-        what = field if value is None else f"'{shorten(value)}'"
+        what = field if value is None else f"'{shorten(value) if value else ''}'"
         return f"{rule} {what}{f' in {source}' if source else ''}"
     subject = _subject(field, value, source)
     return f"{subject} {rule}" if subject else rule

@@ -11,7 +11,7 @@ import io
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from fourfold.errors import MachineError, UserError
@@ -248,9 +248,10 @@ def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Itera
 
 
 @contextlib.contextmanager
-def locked(path: str | Path) -> Iterator[None]:
-    """Alone among all who lock `path`, for what reads a file and writes it again; others wait. The
-    lock is a hidden file beside it (network file systems lock no folders), and gone afterwards."""
+def locked(path: str | Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Alone among all who lock `path`, for what reads a file and writes it again; others wait, and
+    say so by `on_wait`. The lock is a hidden file beside it (network file systems lock no folders),
+    and gone afterwards."""
     import fcntl
 
     target = os.path.realpath(path)
@@ -265,7 +266,11 @@ def locked(path: str | Path) -> Iterator[None]:
         while True:
             handle = os.open(lock, flags, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    on_wait()
+                    fcntl.flock(handle, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(lock).st_ino == os.fstat(handle).st_ino:
                     break

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import cast
 
@@ -55,6 +56,37 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
         assert [one.resumed for (one,) in done] == [round_ > 0] * 3
     assert fake.calls == [1, 2, 3]
     assert len(Store(tmp_path).runs()) == 3
+
+
+def test_two_campaigns_of_one_store_measure_each_run_once(tmp_path: Path) -> None:
+    running, said, fakes = [], [], (Fake(), Fake())
+
+    def alone(fake: Fake) -> Runner:
+        def run(spec: RunSpec, folder: Path, say: object) -> RunReport:
+            running.append(spec.run_id)
+            assert running.count(spec.run_id) == 1
+            time.sleep(0.05)
+            running.remove(spec.run_id)
+            return fake(spec, folder, say)
+
+        return run
+
+    def campaign(fake: Fake) -> None:
+        own = Campaign(Store(tmp_path), runner=alone(fake), say=said.append)
+        for n in (1, 2, 3):
+            own.run(spec(n))
+
+    threads = [threading.Thread(target=campaign, args=(fake,)) for fake in fakes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fakes[0].calls + fakes[1].calls) == [1, 2, 3]
+    assert len(Store(tmp_path).runs()) == 3
+    assert {text.partition(" into")[0] for text in said} == {
+        "waiting for another command that measures the same run"
+    }
+    assert [*(tmp_path / WORK).iterdir()] == []
 
 
 @pytest.mark.parametrize("outcome", ["oom", "crashed", "hung", "nonfinite"])

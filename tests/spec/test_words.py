@@ -203,7 +203,7 @@ def test_run_table_reads_flat_fields_as_those_of_its_tables() -> None:
     assert (str(printed.layout), printed.policy.virtual_stages) == ("pp2 dp2 cp1 tp1", 2)
     with pytest.raises(UserError, match=r"seq_len=64 contradicts batch\.seq_len = 1024; omit one"):
         codec.load(RunSpec, head | {"seq_len": 64, "batch": batch})
-    with pytest.raises(UserError, match=r"tp=2 stands beside layout = 'pp2'; .*'pp2 tp2'"):
+    with pytest.raises(UserError, match=r"tp=2 does not go beside layout = 'pp2'; .*'pp2 tp2'"):
         codec.load(RunSpec, head | {"tp": 2, "layout": "pp2"})
     with pytest.raises(TypeError, match="RunSpec has no field 'seqlen'; did you mean 'seq_len'"):
         RunSpec(**head, seqlen=64)

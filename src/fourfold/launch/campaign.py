@@ -150,12 +150,22 @@ class Campaign:
         return (known.get("site"), known.get("engine", "")) == (site, self._engine)
 
     def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
-        """Until the store holds `repeats` finished runs of the spec."""
-        known = self.finished(spec)[-repeats:]
-        done = [Done(spec, stored, True) for stored in known]
+        """Until the store holds `repeats` finished runs of the spec. What another campaign of this
+        host is measuring is waited for, and not measured again."""
+        done = [Done(spec, stored, True) for stored in self.finished(spec)[-repeats:]]
         while len(done) < repeats:
-            done.append(Done(spec, self.run_new(spec), False))
+            with self._alone(spec):
+                names = {one.stored.name for one in done}
+                stored = [run for run in self.finished(spec) if run.name not in names]
+                new = stored[-1] if stored else self.run_new(spec)
+            done.append(Done(spec, new, bool(stored)))
         return done
+
+    def _alone(self, spec: RunSpec) -> contextlib.AbstractContextManager[None]:
+        if self.queue is not None:  # which hands out each place once
+            return contextlib.nullcontext()
+        words = f"waiting for another command that measures the same run into {self.store.root}"
+        return self.store.measuring(spec.run_id, lambda: self.say(words))
 
     def run_new(self, spec: RunSpec) -> Stored:
         """Once more, whatever the store has: the next repeat. One that its engine has no settings

@@ -164,7 +164,9 @@ def nested(table: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any
             inner = codec.encode(inner)
         if isinstance(inner, str):
             hint = f"write layout = '{inner} {name}{value}'"
-            raise UserError(f"stands beside layout = '{inner}'", field=name, value=value, hint=hint)
+            raise UserError(
+                f"does not go beside layout = '{inner}'", field=name, value=value, hint=hint
+            )
         if not isinstance(inner, Mapping):
             return dict(table)  # what is no table has a reader that refuses it
         stated = inner.get(name)

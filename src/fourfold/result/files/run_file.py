@@ -180,11 +180,20 @@ def adopted(root: Path, place: Path) -> Path:
     return mine
 
 
-def _new_name(root: Path) -> Path:
+def work_folder(root: Path) -> Path:
+    """Return the folder that runs work in; it is made where it is missing."""
     work = root / WORK
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.refused(error, root, field="runs", verb="written") from None
     hint = "replace it by a folder"
     check.that(is_folder(work), "runs", str(work), "is a symbolic link", hint)
+    return work
+
+
+def _new_name(root: Path) -> Path:
+    work = work_folder(root)
     return work / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

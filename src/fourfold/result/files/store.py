@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -98,8 +99,16 @@ class Store:
     def work(self) -> list[Path]:
         """Work places, whosever they are."""
         with contextlib.suppress(OSError):
-            return sorted((self.root / run_file.WORK).iterdir())
+            return sorted(filter(run_file.is_folder, (self.root / run_file.WORK).iterdir()))
         return []
+
+    def measuring(
+        self, run_id: str, on_wait: Callable[[], None]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which no other process of this host measures the same run; another
+        waits for its end, and says so by `on_wait`."""
+        work = run_file.work_folder(self.root)
+        return files.locked(work / f"{run_id}@{socket.gethostname()}", on_wait)
 
     def keep(self, report: RunReport, place: Path | None = None) -> Stored:
         """Give the run its key: the folder it worked in becomes the stored one."""
