@@ -20,12 +20,13 @@ pytest.importorskip("plotly")
 
 import numpy as np
 
+from fourfold import plan
 from fourfold.errors import UserError
 from fourfold.page import planner, turns
 from fourfold.page.guard import Served
 from fourfold.page.planner import Planner, SupersededError, estimated_cpu_s, first_look
 from fourfold.page.run_details import layout_table, plan_command
-from fourfold.page.serve import Views, app, plan_request
+from fourfold.page.serve import Views, app, home_page, plan_request
 from fourfold.page.turns import SMALL_S, BusyError, QueuedCall, Turns
 from fourfold.result.files import curve
 from fourfold.result.files.store import Store
@@ -488,3 +489,21 @@ def test_a_stored_text_with_half_a_character_is_served(tmp_path) -> None:
     for path in ("/runs", "/runs/data", "/runs/state"):
         assert ask(served, path)[0] == 200
     assert "\\\\udce4" in ask(served, "/runs/data")[2]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-blockwise", "fp8-cs", "nvfp4"])
+def test_precision_by_the_fields_name_is_the_same_at_every_door(name: str, cli) -> None:
+    """The form, the library (flat and in a table) and the command line."""
+    asked = ASKED | {"gpu": "gb200" if name in ("mxfp8", "nvfp4") else "h100-80gb", "top": "1"}
+    flat = {key: int(text) if text.isdigit() else text for key, text in asked.items()}
+    layout = {"layout": "pp1 dp16 cp1 tp1"}
+    form = plan(plan_request(asked | layout | {"precision": name}))
+    table = plan(PlanRequest(**flat, **layout, policy={"precision": name}))
+    flags = [word for key, text in asked.items() for word in (f"--{key.replace('_', '-')}", text)]
+    printed = cli.json("plan", *flags, "--pp", "1", "--cp", "1", "--tp", "1", "--precision", name)
+    assert form.best is not None
+    assert form.precision == table.precision == printed["precision"]
+    assert form.best.step_s == table.best.step_s == printed["ranked"][0]["step_s"]
+    assert f'"{name.replace("fp8-blockwise", "fp8-block").replace("fp8-cs", "fp8-tensor")}"' in (
+        home_page(Served())
+    )

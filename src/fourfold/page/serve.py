@@ -194,6 +194,12 @@ def plan_fragment(data: dict[str, Any], wanted: PlanRequest, *, full: bool) -> s
     )
 
 
+def _precisions() -> list[str]:
+    """Return what the form offers: precisions, and fp8 by its kinds of scales."""
+    scaled = [words.scaled_name("fp8", kind) for kind in words.SCALINGS if kind != "auto"]
+    return [*words.PRECISIONS, *scaled, "nvfp4"]
+
+
 def home_page(settings: Served) -> str:
     data = {
         "kind": "serve",
@@ -202,7 +208,7 @@ def home_page(settings: Served) -> str:
         "gpus": sorted(catalog.device_names()),
         "clusters": sorted(catalog.cluster_names()),
         "stacks": list(EXPORTED),
-        "precisions": list(words.PRECISIONS),
+        "precisions": _precisions(),
         "recompute": [*words.RECOMPUTE, *words.MOE_RECOMPUTE],
         "dispatchers": list(get_args(words.Dispatcher))[1:],
         "routings": list(get_args(words.Routing)),
