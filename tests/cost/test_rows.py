@@ -77,6 +77,8 @@ def same(rows: Rows, stack: str, model: str, layout: str = LAYOUT, **wanted: Any
         ("megatron-lm-2024", {"overlap": "none"}, {"overlap_grad_reduce": False}),
         ("nemo", {"engine_release": "25.04"}, {}),
         ("generic", {"precision": "bf16-pure"}, {"precision": "bf16-pure"}),
+        ("torchtitan-2025", {"precision": "bf16-pure", "sharding": "zero3"},
+         {"precision": "bf16-pure", "sharding": "zero3", "reduce_dtype": "fp32"}),
     ],
 )  # fmt: skip
 def test_a_published_row_is_priced_as_the_run_it_describes(stack, cells, wanted) -> None:

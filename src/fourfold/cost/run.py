@@ -158,13 +158,13 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
 
 def gradient_bytes(policy: Policy, stack: str) -> tuple[float, float]:
     """Return the bytes of a gradient's element on the wire and in memory: as stated, else by the
-    engine's habit; a pure precision has no wider ones."""
-    dtypes = policy.dtypes
-    wire, held = stack_defaults(stack).gradient_bytes(dtypes.compute)
+    engine's habit. A pure precision has no wider ones, but where an engine reduces in fp32."""
+    dtypes, usual = policy.dtypes, stack_defaults(stack)
+    wire, held = usual.gradient_bytes(dtypes.compute)
     is_pure = policy.precision == "bf16-pure"
     if policy.reduce_dtype or stack == "fourfold":
         wire = DTYPE_BYTES[dtypes.reduce]
-    elif is_pure:
+    elif is_pure and not usual.reduces_in_fp32:
         wire = min(wire, 2.0)
     if policy.grad_dtype or stack == "fourfold":
         held = DTYPE_BYTES[dtypes.grad]

@@ -98,6 +98,7 @@ class StackDefaults:
     counted: bool = False
     reserved: float = 1.0
     autocast: bool = False
+    reduces_in_fp32: bool = False  # gradients of a pure precision too
     selective_share: float = 1.0  # of what a layer keeps, under "selective" by operators
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
     selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core

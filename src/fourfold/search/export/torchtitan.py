@@ -32,7 +32,7 @@ _SCHEDULES = {
     "zero-bubble": "InterleavedZeroBubble",
 }
 # Beside products in fp8 everything else is bf16.
-_DTYPES = {"bf16-mixed": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+_DTYPES = {"bf16-pure": "bfloat16", "bf16-mixed": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 _ABOUT_FP8 = (
     "products in fp8 but for the head's, scaled by rows; weights are gathered in bf16, where the"
     " published runs that seconds and bytes come from gathered them in fp8",
@@ -99,7 +99,8 @@ def _training(setup: Setup) -> dict[str, Any]:
         "seq_len": batch.seq_len,
         "local_batch_size": batch.micro_batch if setup.layout.pp == 1 else share,
         "global_batch_size": batch.global_batch,
-        "dtype": "float32",
+        # Of weights, their gradients and moments; reductions are in fp32 whatever it is.
+        "dtype": "bfloat16" if setup.policy.precision == "bf16-pure" else "float32",
         "mixed_precision_param": _DTYPES[setup.policy.precision],
         "mixed_precision_reduce": "float32",
     }
