@@ -49,7 +49,8 @@ def test_timeline_has_the_seconds_of_every_part(kind: str, tmp_path: Path) -> No
         "experts": lambda: simulated.trace(Shape(experts=64, layers=8, length=512)),
     }[kind]())  # fmt: skip
     drawn: Counter[str] = Counter()
-    section = diagnosis_page(answer).partition("One step on the device")[2]
+    html = diagnosis_page(answer)
+    section = html.partition("One step on the device")[2]
     for match in TITLE.finditer(section.partition("</section>")[0]):
         names = [*answer.found.parts, *parts.IDLE]
         part = max((n for n in names if match["part"].startswith(n)), key=len)
@@ -57,6 +58,19 @@ def test_timeline_has_the_seconds_of_every_part(kind: str, tmp_path: Path) -> No
     measured = answer.found.times[-1].parts
     assert dict(drawn) == pytest.approx({n: 1e3 * s for n, s in measured.items()}, abs=0.05)
     assert sum(drawn.values()) == pytest.approx(1e3 * answer.found.times[-1].seconds, abs=0.05)
+
+    data = json.loads(re.search(r'id="step">(.*?)</script>', html)[1])
+    kept: Counter[str] = Counter()
+    for place, nanoseconds, *_ in data["spans"]:
+        kept[data["parts"][place]["name"]] += nanoseconds
+    assert dict(kept) == pytest.approx({n: 1e9 * s for n, s in measured.items()}, abs=2000)
+
+
+def test_page_of_a_long_step_keeps_fewer_spans(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("fourfold.page.diagnose._MAX_SPANS", 200)
+    html = diagnosis_page(diagnosed(tmp_path, clipped()))
+    data = json.loads(re.search(r'id="step">(.*?)</script>', html)[1])
+    assert len(data["spans"]) <= 200
 
 
 def test_windows_keep_long_spans_and_sum_short_ones() -> None:

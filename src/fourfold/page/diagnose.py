@@ -1,15 +1,16 @@
-"""A diagnosis as one HTML file without scripts: measured and expected step as bars, a timeline of
-one step with its gaps, ranks side by side. Nothing is fetched, and every text is escaped."""
+"""A diagnosis as one HTML file: measured and expected step as bars, a timeline of one step with its
+gaps, ranks side by side. Nothing is fetched, and every text is escaped. A script draws the part of
+the timeline that is zoomed into; without it the whole step stands there."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fourfold
-from fourfold.page.document import asset, grid_html, still_document
+from fourfold.page.document import asset, data_block, grid_html, still_document
 from fourfold.show.diagnose import best_line, part_cells
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
@@ -26,6 +27,8 @@ _COLORS = (
 )  # fmt: skip
 _OTHER = "#8c8c8c"
 _WIDE, _HIGH = 1200.0, 34.0
+# Spans that the page keeps to be zoomed into; of longer steps neighbours are summed.
+_MAX_SPANS = 100_000
 # A window is about a pixel: what is shorter is drawn with its neighbours, by part.
 _WINDOWS = 1200
 
@@ -50,7 +53,8 @@ def diagnosis_page(answer: Diagnosis) -> str:
 </main><footer><p class="note">fourfold {fourfold.__version__}; {escape(answer.basis)}</p></footer>
 """
     title = f"{answer.model}: {answer.verdict}"
-    return still_document(title=title, style=asset("page.css") + asset("diagnose.css"), body=body)
+    style = asset("page.css") + asset("diagnose.css")
+    return still_document(title=title, style=style, body=body, script=asset("diagnose.js"))
 
 
 def _section(title: str, inner: str) -> str:
@@ -131,19 +135,45 @@ def _timeline(found: Examined) -> str:
     scale = _WIDE / max(last.seconds, 1e-12)
     shapes = []
     for span in spans:
-        is_gap = span.part in parts.IDLE and span.part != parts.BETWEEN
+        is_gap = span.part in parts.WAITS
         y = 44.0 if is_gap else 4.0
         words = f"{span.part} {span.what.removeprefix('-')}".strip()
         words += f": {1e3 * span.seconds:.3f} ms at {1e3 * (span.start - start):.2f} ms"
         wide = max(span.seconds * scale, 0.8 if is_gap else 0.0)
         shapes.append(_rect((span.start - start) * scale, y, wide, _HIGH, _color(span.part), words))
+    ticks = []
     for tick in range(6):
         at = last.seconds * tick / 5
         anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
         text = f"{1e3 * at:.0f} ms"
-        shapes.append(f'<text x="{at * scale:.0f}" y="98" text-anchor="{anchor}">{text}</text>')
-    note = "Above: what runs. Below: gaps of more than 10 us, by what the device waits for."
-    return f'<p class="note">{note}</p>{_svg(104.0, shapes, "timeline of one step")}'
+        ticks.append(f'<text x="{at * scale:.0f}" y="98" text-anchor="{anchor}">{text}</text>')
+    return f"""<p class="note">{_TIMELINE_NOTE}</p>
+<p class="note" id="range" aria-live="polite"></p>
+<svg id="timeline" tabindex="0" viewBox="0 0 {_WIDE:.0f} 104" role="application"
+aria-label="timeline of one step; + and - zoom, arrow keys move">
+<g id="spans">{"".join(shapes)}</g><g id="ticks">{"".join(ticks)}</g></svg>
+{data_block("step", _step_data(last.spans, last.seconds))}"""
+
+
+_TIMELINE_NOTE = (
+    "Above: what runs. Below: gaps of more than 10 us, by what the device waits for. Zoom with the "
+    "wheel or + and -, move by dragging or with arrow keys; a double click or 0 shows all."
+)
+
+
+def _step_data(spans: Sequence[Stretch], step_s: float) -> dict[str, Any]:
+    """Spans in turn, each [place of its part, nanoseconds, what it waits for]."""
+    if len(spans) > _MAX_SPANS:
+        spans = list(in_windows(spans, 4.0 * step_s / _MAX_SPANS))
+    names = list(dict.fromkeys(span.part for span in spans))
+    places = {name: place for place, name in enumerate(names)}
+    kinds = [{"name": n, "color": _color(n), "waits": n in parts.WAITS} for n in names]
+    rows: list[list[Any]] = []
+    for span in spans:
+        row = [places[span.part], round(1e9 * (span.end - spans[0].start))]
+        row[1] -= round(1e9 * (span.start - spans[0].start))  # ends meet beginnings
+        rows.append([*row, span.what] if span.what not in ("", "-") else row)
+    return {"parts": kinds, "spans": rows}
 
 
 def in_windows(spans: Sequence[Stretch], window_s: float) -> Iterator[Stretch]:

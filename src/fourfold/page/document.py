@@ -87,16 +87,19 @@ def document(
 """
 
 
-def still_document(*, title: str, style: str, body: str) -> str:
-    """A page without scripts; `body` is markup of this package, the title text."""
+def still_document(*, title: str, style: str, body: str, script: str = "") -> str:
+    """A page that is complete without scripts; `script` may add to it. `body` is markup of this
+    package, the title text."""
     policy = f"default-src 'none'; style-src {content_hash(style)}"
+    if script:
+        policy += f"; script-src {content_hash(script)}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 {MARK}
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{style}</style></head><body>
-{body}</body></html>
+{body}{f"<script>{script}</script>" if script else ""}</body></html>
 """
 
 
