@@ -69,7 +69,10 @@ def test_advice_names_no_gain_below_two_percent(cli, words: list[str]) -> None:
     sizes = [size for size in said.values() if isinstance(size, dict) and "better" in size]
     assert len(sizes) >= 3
     assert all(size["better"] is None or size["better"]["gain"] > 1.02 for size in sizes)
-    assert " 1.00x as fast" not in cli("advise", "--gpu", "h100-80gb", *words)
+    text = cli("advise", "--gpu", "h100-80gb", *words)
+    assert " 1.00x as fast" not in text
+    assert "loses 0%" not in text
+    assert "no nearby value is 2% faster" in text
 
 
 def test_experts_are_judged_by_their_rows_and_tiles(cli) -> None:

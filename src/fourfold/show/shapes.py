@@ -172,18 +172,20 @@ def _size(name: str, one: dict[str, Any]) -> list[Part]:
     where = " in the output layer" if name == "vocab" else ""
     where = " in experts" if "rows" in one["table"][0] else where
     better = one["better"]
-    ending = "no nearby value is 2% better"
+    ending = "no nearby value is 2% faster"
     if better:
         change = better["value"] - one["asked"]
-        ending = f"{better['value']} ({change:+d}) is {better['gain']:.2f}x as fast per FLOP"
+        ending = (
+            f"loses {one['loses_pct']:.0f}% to the best nearby; {better['value']} ({change:+d}) is "
+            f"{better['gain']:.2f}x as fast per FLOP"
+        )
     verdict = f", {one['verdict']}" if "verdict" in one else ""
     extra = ""
     if "head_size" in one:
         loss = f"attention core {one['attention_loss']:.2f}x the best"
         extra = f" (head size {one['head_size']}, {loss})"
     lines = [
-        f"{label} {one['asked']}{extra}{verdict}: {one['tflops_gpu']:.0f} TFLOP/s{where}, loses "
-        f"{one['loses_pct']:.0f}% to the best nearby; {ending}",
+        f"{label} {one['asked']}{extra}{verdict}: {one['tflops_gpu']:.0f} TFLOP/s{where}; {ending}",
         *(f"  {note}" for note in one["notes"]),
     ]
     parts: list[Part] = ["\n".join(lines)]

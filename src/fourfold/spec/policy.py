@@ -128,7 +128,7 @@ class Policy:
         hint = f"use {', '.join((*words.RECOMPUTE, *words.MOE_RECOMPUTE))}, every-2, block-4, ..."
         if ":" in self.recompute:
             modules = words.RECOMPUTE_MODULES.items()
-            hint = "Megatron's modules are read as " + ", ".join(f"{m} = {k}" for m, k in modules)
+            hint = "use " + ", ".join(f"{kind} (Megatron's {name})" for name, kind in modules)
         check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)
         require_form(self.env)
 
