@@ -25,7 +25,8 @@ from fourfold.spec.model import ModelShape
 from tests.engines.sampled import asked, sampled
 
 SAMPLES = Path(__file__).parent.parent / "samples" / "configs"
-RECIPES = catalog.data("megatron-bridge.toml")["recipes"]
+TABLES = catalog.data("megatron-bridge.toml")
+RECIPES, FIELDS = TABLES["recipes"], TABLES["fields"]
 # The published file of a model of the same kind, where ours can't be written from sizes.
 LIKE = {"glm-4.5": "glm-4.5-air", "gpt-oss-120b": "gpt-oss-20b"}
 # Fields of its model that a recipe takes from a config.json, by Megatron's flags of the same run.
@@ -114,6 +115,10 @@ def wanted(one: Setup, words: list[str]) -> dict[str, str]:
     for name, value in pairwise(flags):
         if name in SIZES:
             found[f"model.{SIZES[name]}"] = value
+        elif value.isdecimal():
+            found |= dict.fromkeys(FIELDS.get(name, "").split(), value)
+    if one.policy.virtual_stages > 1:
+        found["model.virtual_pipeline_model_parallel_size"] = str(one.policy.virtual_stages)
     return found
 
 
@@ -164,7 +169,7 @@ def compare(setups: list[Setup], folder: Path) -> set[str]:
     return left
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [28, pytest.param(200, marks=pytest.mark.slow)])
 def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path) -> None:
     models = tuple(catalog.model(name) for name in RECIPES)
     left = compare(sampled("megatron-bridge", count, models), tmp_path)

@@ -175,7 +175,7 @@ def test_bash_runs_nothing_that_stands_in_a_name(engine: str, tmp_path) -> None:
         assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("engine", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("engine", ["megatron-0.16", "torchtitan"])
 def test_a_window_as_long_as_the_sequence_asks_for_nothing(engine: str) -> None:
     short = replace(setup("dp8"), model=replace(LLAMA2, window=4096), stack=engine)
     short = replace(short, policy=Policy(sharding="zero3" if engine == "torchtitan" else "zero1"))
@@ -223,7 +223,19 @@ def test_yarn_of_latent_attention_is_megatrons() -> None:
         with pytest.raises(UserError, match=rf"model.positions.scaling.{next(iter(changes))}="):
             export.check("megatron", scaled(**changes))
     with pytest.raises(UserError, match="none, linear or llama3"):
-        export.check("megatron", replace(LLAMA2, positions=scaled().positions))
+        export.check("megatron-0.16", replace(LLAMA2, positions=scaled().positions))
+
+
+def test_yarn_beside_latent_attention_has_flags_since_megatron_0_19() -> None:
+    yarn = RopeScaling(kind="yarn", factor=4.0, original_length=32768, beta_fast=16.0)
+    model = replace(LLAMA2, positions=replace(LLAMA2.positions, scaling=yarn))
+    found = flags_of(replace(setup("pp2 dp4"), model=model))
+    assert found.items() >= {
+        "--position-embedding-type": ["yarn"], "--rotary-scaling-factor": ["4.0"],
+        "--yarn-original-max-position-embeddings": ["32768"], "--yarn-beta-fast": ["16.0"],
+        "--yarn-correction-range-round-to-int": [],
+    }.items()  # fmt: skip
+    assert "--rope-type" not in found
 
 
 def test_six_models_of_every_engine_are_drawn() -> None:

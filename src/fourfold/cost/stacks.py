@@ -46,6 +46,9 @@ class EngineRules:
     # ends; "filled" to a number of layers a stage, in order, none left empty.
     stage_rule: str = "any"
     even_pieces: bool = False  # early and late pieces of the sequence also under Ulysses
+    # Of those kinds, what attention in windows has, and with sinks.
+    window_cp_kinds: tuple[str, ...] = CP_KINDS
+    sink_cp_kinds: tuple[str, ...] = CP_KINDS
     ulysses_copies_kv: bool = True  # KV heads are repeated until Ulysses can deal them
     plain_dp_alone: bool = False  # zero0 runs without any other axis only
     ties_stages: bool = True  # tied embeddings may lie on two stages

@@ -49,8 +49,9 @@ VARIANTS: dict[Variant, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length; OF_SCALING: which fields a
-    kind has beside the factor."""
+    """How rotary frequencies are stretched beyond the trained length; OF_SCALING: which numbers a
+    kind has beside the factor. `truncate`: YaRN's range of stretched channels is widened to whole
+    ones (GPT-OSS leaves it as it is)."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -61,6 +62,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check.positive(factor=self.factor, low_freq_factor=self.low_freq_factor)

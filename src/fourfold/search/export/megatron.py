@@ -12,6 +12,7 @@ from fourfold.search.export.megatron_experts import (
     about_experts,
     check_experts,
     expert_flags,
+    has_all_biases,
     latent_flags,
 )
 from fourfold.search.export.megatron_positions import check_positions, position_flags
@@ -27,6 +28,12 @@ _ACTIVATIONS: dict[str, str | None] = {
     "gelu": None,
     "swiglu": "--swiglu",
     "relu2": "--squared-relu",
+}
+# x * sigmoid(1.702 x), both halves cut off at 7, and 1 added to the other.
+_CLIPPED_SWIGLU: Flags = {
+    "--quick-geglu": None,
+    "--activation-func-clamp-value": 7.0,
+    "--glu-linear-offset": 1.0,
 }
 _PRECISIONS: dict[str, Flags] = {
     "fp32": {},
@@ -58,6 +65,13 @@ _MODELS: dict[str, tuple[object, ...]] = {
     "latent": (),
     "mtp": (),
 }
+# What GPT-OSS has beside; release 0.16 does not have all of it.
+_RECENT: dict[str, tuple[object, ...]] = {
+    "window": (),
+    "local_layers": (),
+    "sinks": (),
+    "variants": ("clipped-swiglu",),
+}
 CHOICES: dict[str, tuple[object, ...]] = {
     "policy.compile": (False,),
     "policy.attention": tuple(_ATTENTION),
@@ -70,15 +84,25 @@ _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 
 
 def check(model: ModelShape, engine: ExportEngine) -> None:
-    check_model(engine.name, model, _MODELS)
+    check_model(engine.name, model, _MODELS if engine.before else _MODELS | _RECENT)
     _check_biases(model)
+    _check_window(model)
     if model.moe:
         check_experts(model, model.moe)
-    check_positions(model)
+    check_positions(model, engine)
+
+
+def _check_window(model: ModelShape) -> None:
+    """All layers have it, or every other one from the first on, as in GPT-OSS and Gemma 2."""
+    local = model.local_layers
+    if local is not None and local * 2 != model.layers:
+        raise no_setting("megatron", "model.local_layers", local, f"{model.layers // 2}, or all")
 
 
 def _check_biases(model: ModelShape) -> None:
     """All linears of a layer have one, or none has, or queries, keys and values alone."""
+    if has_all_biases(model):
+        return
     parts = {name: getattr(model, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
     odd = [name for name, has in parts.items() if has is not None and has != model.bias]
     if odd and (model.bias or odd != ["qkv_bias"]):
@@ -136,16 +160,24 @@ def _model(model: ModelShape, batch: Batch) -> Flags:
     if model.kv_heads != model.heads:
         flags |= {"--group-query-attention": None, "--num-query-groups": model.kv_heads}
     activation = _ACTIVATIONS[model.activation]
-    if activation:
+    if "clipped-swiglu" in model.variants:
+        flags |= _CLIPPED_SWIGLU
+    elif activation:
         flags[activation] = None
     flags["--normalization"] = "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
     flags["--norm-epsilon"] = f"{model.norm_eps:g}"
-    if not model.bias:
+    if not model.bias and not has_all_biases(model):
         flags["--disable-bias-linear"] = None
         if model.qkv_bias:
             flags["--add-qkv-bias"] = None
     if model.qk_norm == "head":
         flags["--qk-layernorm"] = None
+    if model.window is not None:
+        flags["--window-size"] = f"{model.window - 1},0"  # before the token itself
+        if model.local_layers is not None:
+            flags["--window-attn-skip-freq"] = 2
+    if model.sinks:
+        flags["--softmax-type"] = "learnable"
     if model.latent:
         flags |= latent_flags(model.latent)
     if model.mtp:

@@ -48,30 +48,30 @@ def package(setup: Setup, engine: ExportEngine) -> Package:
     kind = {"fp8": f"fp8-{setup.policy.scaling_kind}"}
     precision = tables["precisions"][kind.get(setup.policy.precision, setup.policy.precision)]
     module, _, recipe = tables["recipes"][setup.model.name].rpartition(".")
-    flags = plain.engine_args
-    if setup.policy.virtual_stages > 1:  # its checks of overlap want it beside a layout of stages
-        flags += ("--num-virtual-stages-per-pipeline-rank", str(setup.policy.virtual_stages))
     values = {"module": module, "recipe": recipe, "precision": precision,
               "overlaps_tp": setup.overlaps_tp}  # fmt: skip
     return Package(
         engine=engine,
         entry='"$here/pretrain.py"',
         env=plain.env,
-        engine_args=overrides(flags),
+        engine_args=overrides(plain.engine_args, setup.policy.virtual_stages),
         files={"pretrain.py": filled("megatron-bridge.py.txt", engine, values)},
         own="tokenizer, data, learning rate, steps, checkpoints (as overrides after run.sh)",
         about=plain.about,
     )
 
 
-def overrides(flags: tuple[str, ...]) -> tuple[str, ...]:
+def overrides(flags: tuple[str, ...], virtual_stages: int = 1) -> tuple[str, ...]:
     """'--micro-batch-size 2' -> 'train.micro_batch_size=2'. Sizes of the model are the recipe's."""
     said: dict[str, list[str]] = {}
+    if virtual_stages > 1:  # its checks of overlap want them beside a layout of stages, too
+        said["--num-virtual-stages-per-pipeline-rank"] = [str(virtual_stages)]
+    values: list[str] = []
     for word in flags:
         if word.startswith("--"):
-            said[word] = []
+            values = said[word] = []
         else:
-            said[[*said][-1]].append(word)
+            values.append(word)
     tables = _tables()
     found: dict[str, str] = dict(tables["otherwise"])
     for name, values in said.items():

@@ -27,10 +27,19 @@ _GRAPHS: Flags = {
 _AROUND_GRAPHS = ("full", "block", "moe")
 
 
+def has_all_biases(model: ModelShape) -> bool:
+    """Return whether router, experts and attention all have them, and there is no other linear."""
+    moe = model.moe
+    if moe is None or moe.shared_ffn or model.moe_layers < model.layers:
+        return False
+    return moe.router_bias and moe.expert_bias and model.biased("qkv") and model.biased("out")
+
+
 def check_experts(model: ModelShape, moe: Moe) -> None:
     for name, has in (("router_bias", moe.router_bias), ("expert_bias", moe.expert_bias)):
-        if has:
-            raise no_setting("megatron", f"model.moe.{name}", has, "false")
+        if has and not has_all_biases(model):
+            rule = "false, or biases of router, experts and attention alike"
+            raise no_setting("megatron", f"model.moe.{name}", has, rule)
     if moe.score == "sqrtsoftplus":
         raise no_setting("megatron", "model.moe.score", moe.score, "softmax or sigmoid")
     # Its softmax is over all experts or over the chosen; its sigmoids are normalised over several.

@@ -159,19 +159,24 @@ def _check_choices(engine: str, owner: str, holder: object, choices: Choices) ->
 
 
 def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
-    if model.variants:
-        lacking = ", ".join(VARIANTS[variant] for variant in model.variants)
+    lacking = ", ".join(
+        VARIANTS[variant]
+        for variant in model.variants
+        if variant not in choices.get("variants", ())
+    )
+    if lacking:
         hint = "--export accelerate or deepspeed, where the model is your script"
         rule = f"needs {lacking}, which no model of {engine} runs"
         raise UserError(rule, field="model", value=model.name, hint=f"use {hint}")
-    _check_choices(engine, "model.", model, {**_RARE, **choices})
-    if model.window is not None:
+    rest = {name: values for name, values in choices.items() if name != "variants"}
+    _check_choices(engine, "model.", model, {**_RARE, **rest})
+    if model.window is not None and "window" not in choices:
         hint = f"sequences of at most {model.window} tokens"
         raise no_setting(engine, "model.window", model.window, hint)
     for one in fields(model):
         default = one.default if one.default is not MISSING else None
         value = getattr(model, one.name)
-        if one.name not in KNOWN_OF_MODEL and value != default:
+        if one.name not in KNOWN_OF_MODEL and one.name not in choices and value != default:
             raise no_setting(engine, f"model.{one.name}", value, f"{default}")
 
 

@@ -143,6 +143,28 @@ def _zero_pipeline_words(c: RuleCase) -> Words:
     return "policy.sharding", f"zero{c.zero}", rule, f"use {allowed}, or pp = 1"
 
 
+def _cp_kind(c: RuleCase) -> Truth:
+    lacking = outside(c.cp_kind, CP_KINDS, c.stack.cp_kinds)
+    if c.model.window is not None:
+        unwindowed = outside(c.cp_kind, CP_KINDS, c.stack.window_cp_kinds)
+        lacking = lacking | ((c.seq_len > c.model.window) & unwindowed)
+    if c.model.sinks:
+        lacking = lacking | outside(c.cp_kind, CP_KINDS, c.stack.sink_cp_kinds)
+    return (c.cp > 1) & lacking
+
+
+def _cp_kind_words(c: RuleCase) -> Words:
+    asked = CP_KINDS[c.cp_kind]
+    field, value, rule, hint = choice(c, "policy.cp_kind", asked, c.stack.cp_kinds)
+    if asked not in c.stack.cp_kinds:
+        return field, value, rule, hint
+    kinds, part = c.stack.window_cp_kinds, f"windows of {c.model.window} tokens"
+    if c.model.sinks:
+        kinds, part = c.stack.sink_cp_kinds, "attention sinks"
+    known = ", ".join(kind for kind in kinds if kind in c.stack.cp_kinds)
+    return field, value, f"{rule} with {part}", f"use {known}, or cp = 1"
+
+
 def _hybrid(c: RuleCase) -> Truth:
     two_ways = (c.replicate > 1) & (c.shard > 1)
     return two_ways & ((c.zero == 0) | (not c.stack.hybrid))
@@ -170,11 +192,7 @@ RULES = (
     Rule("device-precision", _device_precision, _device_precision_words),
     Rule("scaling", lambda c: c.policy.scaling not in _scalings(c), _scaling_words),
     Rule("axis", _axis, _axis_words),
-    Rule(
-        "cp-kind",
-        lambda c: (c.cp > 1) & outside(c.cp_kind, CP_KINDS, c.stack.cp_kinds),
-        lambda c: choice(c, "policy.cp_kind", CP_KINDS[c.cp_kind], c.stack.cp_kinds),
-    ),
+    Rule("cp-kind", _cp_kind, _cp_kind_words),
     Rule(
         "schedule",
         lambda c: (c.pp > 1) & outside(c.schedule, SCHEDULES, c.stack.schedules),

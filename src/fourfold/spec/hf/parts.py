@@ -159,7 +159,7 @@ def _scaling(table: Config, config: Config) -> Fields | None:
     config.used.update(table.path(name) for name in table.data)
     names = OF_SCALING.get(kind, ())
     # YaRN has further keys, which other models of the kind do not.
-    known = {"rope_type", "type", "factor", _LENGTH, *names, *_THETA, *_PARTIAL}
+    known = {"rope_type", "type", "factor", "truncate", _LENGTH, *names, *_THETA, *_PARTIAL}
     odd = kind == "yarn" and (table.data.keys() - known or _LENGTH not in table.data)
     if kind in _OTHERS or odd:
         config.variants.add("other-rope")
@@ -171,6 +171,8 @@ def _scaling(table: Config, config: Config) -> Fields | None:
             scaling[name] = table.whole(name, _LENGTH)
         elif kind != "yarn" or name in table.data:
             scaling[name] = table.number(name, name)
+    if kind == "yarn" and not table.flag("truncate", default=True):
+        scaling["truncate"] = False
     config.keys.update(table.keys)
     return scaling
 

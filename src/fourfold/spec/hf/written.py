@@ -39,6 +39,8 @@ def _like_llama(kind: str, model: ModelShape, seq_len: int) -> dict[str, Any]:
         for name in OF_SCALING[scaling.kind]:
             theirs = "original_max_position_embeddings" if name == "original_length" else name
             rope_scaling[theirs] = getattr(scaling, name)
+        if not scaling.truncate:
+            rope_scaling["truncate"] = False
     words = {
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
