@@ -3,7 +3,7 @@ overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +20,13 @@ Copies = Literal["none", "choice", "rank", "node", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatcherKind:
-    """`passes` over the copies in memory, both ways together; `sms` that its kernels take from
-    others while they run; `calls` for each way; `host`: time to launch it against the usual;
+    """`title`: as texts have it; `passes` over the copies in memory, both ways together; `sms` that
+    its kernels take from others while they run; `calls` for each way; `host`: time to launch it
+    against the usual;
     `rate` of its messages likewise; `waits`: the host reads how many rows come before it launches
     what follows, so that graphs around it save nothing."""
 
+    title: str
     copies: Copies
     passes: float
     sms: float = 0.0
@@ -56,6 +58,22 @@ class OverlapKind:
 
 
 OVERLAPS = catalog.kinds(OverlapKind, "overlaps.toml")
+
+
+# NCCL brings these along; the others are libraries that somebody has to build.
+ALWAYS_THERE = ("local", "alltoall", "allgather")
+
+
+def dispatcher_of(dispatcher: str, usual: str, has: Sequence[str], built: Sequence[str]) -> str:
+    """Return the dispatcher that a run has: of its policy, or where that says auto, the `usual` one
+    of its engine. Where a cluster says which libraries are `built` on it, the engine takes one of
+    these that it `has`, else all-to-all."""
+    if dispatcher != "auto":
+        return dispatcher
+    if not built or usual in (*built, *ALWAYS_THERE):
+        return usual
+    libraries = [name for name in reversed(DISPATCHERS) if name in built and name in has]
+    return libraries[0] if libraries else "alltoall"
 
 
 def fact(index: Floats, name: str, kinds: Mapping[str, Any] = KINDS) -> Floats:

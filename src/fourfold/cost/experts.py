@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.dispatch import DISPATCHERS
+from fourfold.cost.dispatch import DISPATCHERS, dispatcher_of
 from fourfold.cost.stacks import stack_defaults, stack_rules
+from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -62,12 +63,15 @@ def further(model: ModelShape) -> dict[str, float]:
     return {"mtp": model.mtp, "layers": layers, "routed": routed}
 
 
-def run_facts(spec: RunSpec, stack: str, run: Mapping[str, Any]) -> dict[str, Any]:
+def run_facts(
+    spec: RunSpec, cluster: Cluster, stack: str, run: Mapping[str, Any]
+) -> dict[str, Any]:
     """Of one run, or of many that differ in the columns of `run`."""
     if spec.model.moe is None:
         return {}
     policy, usual = spec.policy, stack_defaults(stack)
-    asked = usual.dispatcher if policy.dispatcher == "auto" else policy.dispatcher
+    has = stack_rules(stack).dispatchers
+    asked = dispatcher_of(policy.dispatcher, usual.dispatcher, has, cluster.dispatchers)
     spread = np.multiply(run["ep"], run["etp"]) > 1
     kind = run["recompute"]
     return {

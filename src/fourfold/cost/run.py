@@ -219,7 +219,7 @@ def run_facts(
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],
         "zero": run["zero"],
-        **experts.run_facts(spec, stack, run),
+        **experts.run_facts(spec, cluster, stack, run),
         "cp_kind": run["cp_kind"],
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
         **_recompute_facts(spec, run),

@@ -80,7 +80,7 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "kind": "plan",
         "title": f"{answer.model} on {answer.gpus} x {answer.gpu}",
         "version": fourfold.__version__,
-        "sentence": sentence,
+        "sentence": f"{sentence} {answer.assumes.text}." if answer.assumes else sentence,
         "remarks": remarks,
         "command": plan_command(request),
         "headings": list(table.headings) if table else [],
@@ -101,7 +101,7 @@ def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
     texts = [part for part in shown_parts if isinstance(part, str) and part]
     grid = next((part for part in shown_parts if isinstance(part, Grid)), None)
     # What would change the order, and the engines, have places of their own.
-    apart = ("sensitivity: ", shown.BEST_OF_EACH)
+    apart = ("sensitivity: ", "Assumes ", shown.BEST_OF_EACH)
     return texts[0], grid, [text for text in texts[1:] if not text.startswith(apart)]
 
 

@@ -257,6 +257,29 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unassumed:
+    """Seconds of the first choice without one thing that it assumes: `what` is graphs, overlap, or
+    the dispatcher that it has then; `best_layout` is what would come first then, in `best_s`."""
+
+    what: str
+    step_s: float
+    best_layout: str = ""
+    best_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """How tokens of the first choice reach experts: `graphs` is what is captured as CUDA graphs,
+    `overlap` under what the exchange hides ('': neither); `text` says all of it."""
+
+    dispatcher: str
+    graphs: str
+    overlap: str
+    without: tuple[Unassumed, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
     """The ranking, the first choice first, and what makes it believable; base units. `risk`: of not
     fitting, that the first choice may have; `faster`: the fastest where the first is not it, maybe
@@ -299,7 +322,8 @@ class PlanAnswer:
     tied: int = 0
     like: str = ""  # the measured cluster that it is priced as
     bf16_gradients: Alternative | None = None
-    routed: Routed | None = None  # of models with experts
+    assumes: Assumed | None = None  # of models with experts
+    routed: Routed | None = None  # likewise
     engines: tuple[EngineBest, ...] = ()
     measured: MeasuredBest | None = None  # where the request names runs to compare with
     tried_gpus: tuple[dict[str, Any], ...] = ()
@@ -322,7 +346,9 @@ class PlanAnswer:
         return f"{times} for {stack} on {self.cluster} {runs}"
 
     def plain(self) -> dict[str, Any]:
-        absent = {name for name in ("routed", "rounder_batch") if getattr(self, name) is None}
+        absent = {
+            name for name in ("routed", "assumes", "rounder_batch") if getattr(self, name) is None
+        }
         return {name: value for name, value in plain(self).items() if name not in absent}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -4,13 +4,13 @@ which engine and calibration a name stands for."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.dispatch import OVERLAPS
+from fourfold.cost.dispatch import OVERLAPS, dispatcher_of
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
@@ -90,6 +90,11 @@ class PlanQuery:
         return remarks(self.model, self.batch.seq_len, further=timed)
 
     @property
+    def dispatchers(self) -> tuple[str, ...]:
+        """Those that the cluster says it has, of a model with experts."""
+        return self.cluster.dispatchers if self.model.moe else ()
+
+    @property
     def limit_bytes(self) -> float:
         """Above which a run does not fit: what the driver and the learned margin leave."""
         return self.cluster.device.memory_bytes * USABLE * self.entry.coefficients["room"]
@@ -147,14 +152,26 @@ def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
 
 
 # Fields of a policy in which engines differ where the user decides nothing.
-_HABITS = ("sequence_parallel", "compile", "attention", "grad_dtype", "reduce_dtype")
+_HABITS = ("sequence_parallel", "compile", "attention", "grad_dtype", "reduce_dtype",
+           "dispatcher")  # fmt: skip
 
 
-def usual_policy(stack: str, policy: Policy, decided: set[str], *, release: bool = False) -> Policy:
+def usual_policy(
+    stack: str,
+    policy: Policy,
+    decided: set[str],
+    *,
+    release: bool = False,
+    dispatchers: Sequence[str] = (),
+) -> Policy:
     """The engine's habits where the user decided nothing; `release`: of today's engine, priced by
-    what was measured of this stack."""
+    what was measured of this stack; `dispatchers`: of the cluster, where it says which it has."""
     usual = stack_defaults(stack)
     changes: dict[str, Any] = {}
+    if "dispatcher" not in decided and dispatchers:
+        has = stack_rules(stack).dispatchers
+        kind = dispatcher_of("auto", usual.dispatcher, has, dispatchers)
+        changes |= {"dispatcher": kind} if kind != usual.dispatcher else {}
     if "sequence_parallel" not in decided and stack != "fourfold":
         changes["sequence_parallel"] = usual.sequence_parallel
     if "compile" not in decided and usual.rules == "torchtitan":
@@ -174,7 +191,13 @@ def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
     by the user stays, habits are that stack's."""
     plain = Policy()
     open_habits = {name: getattr(plain, name) for name in _HABITS if name not in query.decided}
-    return usual_policy(stack, replace(policy, **open_habits), {*query.decided}, release=True)
+    return usual_policy(
+        stack,
+        replace(policy, **open_habits),
+        {*query.decided},
+        release=True,
+        dispatchers=query.dispatchers,
+    )
 
 
 def entry_for(

@@ -23,7 +23,8 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     layouts = layouts_table(plan.ranked, details=details)
     sentence, beside = _sentence(plan, plan.best), [*_engines(plan)]
     beside += [part for grid in capacities(plan) for part in (grid, "")]
-    shown: list[Part] = [sentence, "", layouts, "", *beside]
+    assumes = [f"{plan.assumes.text}."] if plan.assumes else []
+    shown: list[Part] = [sentence, *assumes, "", layouts, "", *beside]
     remarks = list(_remarks(plan))
     if not details:
         more = ["more: --details"] if len(remarks) > REMARKS else []

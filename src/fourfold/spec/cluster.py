@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fourfold.errors import UserError
-from fourfold.spec import check
+from fourfold.spec import check, words
 from fourfold.units import bytes_from, bytes_per_s_from, seconds_from
 
 Size = Annotated[int, bytes_from]
@@ -126,6 +126,8 @@ class Link:
 class Cluster:
     """`host_gpus` is the box; the NVLink domain is a link level and may span boxes. `like`: the
     measured cluster that it is priced as; '': one with the same GPUs and links, 'none': no other.
+    `dispatchers`: libraries for experts that are built on it (deepep, hybridep, ncclep), or
+    'alltoall' alone; (): whichever an engine uses as a rule.
     """
 
     name: str
@@ -136,10 +138,14 @@ class Cluster:
     price_per_gpu_hour: float | None = None
     source: str = ""
     like: str = ""
+    dispatchers: tuple[words.Dispatcher, ...] = ()
 
     def __post_init__(self) -> None:
         check.name(name=self.name)
         check.whole(1, 2**24, gpus=self.gpus, host_gpus=self.host_gpus)
+        auto = "auto" in self.dispatchers
+        hint = "name libraries that are built there: deepep, hybridep, ncclep; or alltoall alone"
+        check.that(not auto, "dispatchers", "auto", "is not a dispatcher of a cluster", hint)
         price = self.price_per_gpu_hour
         check.that((price or 0) >= 0, "price_per_gpu_hour", price, "must not be negative")
         check.that(self.links, "links", None, "needs at least one level", "add a [[links]] table")

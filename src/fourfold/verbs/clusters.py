@@ -156,6 +156,7 @@ def _plain(known: _Evidence, name: str) -> dict[str, Any]:
         "gpus": known.gpus,
         "host_gpus": known.host_gpus,
         **({} if price is None else {"price_per_gpu_hour": price}),
+        **({"dispatchers": [*built]} if (built := known.request.dispatchers) else {}),
         "source": "; ".join(notes),
         "links": links,
     }

@@ -20,6 +20,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.search import export as exports
 from fourfold.search.answer import answer
+from fourfold.search.assumed import assumed
 from fourfold.search.compare import best_of
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not_spec
@@ -157,7 +158,9 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     chance = float(ranking.fits[place])
     fits = f"{100 * chance:.0f}% chance to fit"
     advice = "; --safe prefers layouts that surely fit" if chance < SURE and not query.safe else ""
-    return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}",)
+    known = assumed(ranking, place)
+    assumes = (f"a{known.text[1:]}",) if known else ()
+    return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}", *assumes)
 
 
 # One of each generation, where none is asked for; prices are those of a few hosts.

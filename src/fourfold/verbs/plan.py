@@ -23,6 +23,7 @@ from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer, best_row
+from fourfold.search.assumed import assumed
 from fourfold.search.compare import best_of
 from fourfold.search.explain import (
     Explanation,
@@ -159,6 +160,7 @@ def plan(
         ranking, tried = best_of(query, counts, least=request.top)
         found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
         found = replace(found, routed=_routed(request, ranking))
+        found = replace(found, assumes=assumed(ranking, plans=True))
         found = replace(found, rounder_batch=_rounder_batch(ranking.query, found.best))
         if not compares:
             return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fourfold.cost.count import flops as conventions
+from fourfold.cost.dispatch import ALWAYS_THERE
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, with_experts
 from fourfold.errors import UserError
@@ -76,7 +77,9 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         request = replace(request, stack=_usual_engine(request, model, batch, policy))
     stack = _stack(request, cluster, known, on_event, experts=model.moe is not None)
     entry, why = queries.entry_for(known, stack, cluster, experts=model.moe is not None)
-    policy = _with_stack_defaults(request, stack, policy)
+    if model.moe:
+        _check_dispatcher(policy, cluster)
+    policy = _with_stack_defaults(request, stack, policy, cluster.dispatchers if model.moe else ())
     query = PlanQuery(
         model=model,
         cluster=cluster,
@@ -120,12 +123,24 @@ def _exported_stack(
     return match_stack(short, cluster, known, experts=model.moe is not None)
 
 
-def _with_stack_defaults(request: PlanRequest, stack: str, policy: Policy) -> Policy:
+def _check_dispatcher(policy: Policy, cluster: Cluster) -> None:
+    """Refuse a dispatcher that the cluster's file does not list."""
+    kind, built = policy.dispatcher, cluster.dispatchers
+    has = not built or kind in ("auto", *ALWAYS_THERE, *built)
+    rule = f"is not among the dispatchers of {cluster.name}"
+    hint = f"use {', '.join(dict.fromkeys(('alltoall', *built)))}, or add it to its file"
+    check.that(has, "policy.dispatcher", kind, rule, hint)
+
+
+def _with_stack_defaults(
+    request: PlanRequest, stack: str, policy: Policy, dispatchers: Sequence[str]
+) -> Policy:
     return queries.usual_policy(
         stack,
         policy,
         set(request.policy),
         release=bool(request.export or release_of(request.stack or "")),
+        dispatchers=dispatchers,
     )
 
 

@@ -232,6 +232,12 @@ class ClusterRequest(Request):
     nics: int | None = flag("network cards per host", "N")
     nic_rate: str | None = flag("rate of one network card, such as 400Gbit/s", "RATE")
     price: float | None = flag("price of a GPU-hour, in any currency", "X")
+    dispatchers: tuple[str, ...] = flag(
+        "libraries for experts built there: deepep, hybridep; or alltoall alone",
+        "NAME",
+        nargs="+",
+        default=(),
+    )
     topo: str | None = flag("output of 'nvidia-smi topo -m' on one host", "FILE")
     nccl_tests: tuple[str, ...] = flag("logs of nccl-tests", "FILE", nargs="+", default=())
 

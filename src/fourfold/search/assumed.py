@@ -1,0 +1,85 @@
+"""What the seconds of a model with experts assume of how tokens reach experts: the dispatcher, CUDA
+graphs around it and an overlap of its exchange; and what they are without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fourfold.cost import dispatch
+from fourfold.cost.columns import Columns
+from fourfold.cost.dispatch import DISPATCHERS, KINDS
+from fourfold.cost.predict import predictions
+from fourfold.search.plan_answer import Assumed, Unassumed
+from fourfold.search.query import PlanQuery
+from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.units import short_s
+
+PARTIAL, FULL = "attention and router", "the whole step"  # what CUDA graphs capture
+PLAIN = "alltoall"  # NCCL's, which every cluster and engine with experts has
+
+
+def assumed(ranking: Ranking, place: int = 0, *, plans: bool = False) -> Assumed | None:
+    """Return what the seconds of a row assume; None for a dense model. `plans`: also what would
+    come first with all-to-all, which takes another search."""
+    query = ranking.query
+    if query.model.moe is None or not len(ranking):
+        return None
+    point = {name: column[place : place + 1] for name, column in ranking.points.items()}
+    c = query.columns(point)
+    kind = DISPATCHERS[int(c.dispatcher[0])]
+    graphs, without = _graphs(query, c), []
+    if graphs == PARTIAL:
+        plain = replace(c, graphed=np.zeros(1))
+        without.append(Unassumed(what="graphs", step_s=_step_s(query, plain)))
+    if kind not in ("local", "allgather", PLAIN):
+        basic = replace(query, policy=replace(query.policy, dispatcher=PLAIN))
+        best = rank_layouts(basic, least=1) if plans else None
+        first_s = float(best.step_s[0]) if best is not None and len(best) else None
+        layout = str(best.choice(0)) if best is not None and len(best) else ""
+        without.append(
+            Unassumed(
+                what=PLAIN,
+                step_s=_step_s(query, basic.columns(point)),
+                best_s=first_s,
+                best_layout=layout,
+            )
+        )
+    overlap = ""
+    if query.policy.overlap_exchange:
+        overlap = list(dispatch.OVERLAPS)[int(c.overlap[0])]
+        still = replace(query, policy=replace(query.policy, overlap_exchange=False))
+        without.append(Unassumed(what="overlap", step_s=_step_s(query, still.columns(point))))
+    return Assumed(
+        dispatcher=kind,
+        graphs=graphs,
+        overlap=overlap,
+        without=tuple(without),
+        text=_text(kind, graphs, overlap, without),
+    )
+
+
+def _graphs(query: PlanQuery, c: Columns) -> str:
+    """Return what is captured as CUDA graphs, as far as the seconds depend on it."""
+    if query.policy.cuda_graph:
+        return FULL
+    waits = dispatch.fact(c.dispatcher, "waits")[0] > 0 and c.dropped_above[0] == 0
+    return PARTIAL if c.graphed[0] > 0 and not waits else ""
+
+
+def _step_s(query: PlanQuery, c: Columns) -> float:
+    return float(predictions(c, query.entry).step_s[0])
+
+
+def _text(kind: str, graphs: str, overlap: str, without: list[Unassumed]) -> str:
+    parts = [] if kind == "local" else [KINDS[kind].title]
+    parts += [f"CUDA graphs of {graphs}"] if graphs else ["no CUDA graphs"]
+    parts += [f"an exchange hidden by {overlap}"] if overlap else []
+    said = [f"Assumes {' and '.join(parts)}"]
+    for less in without:
+        words = {"graphs": "without the graphs", "overlap": "without the overlap"}
+        same = f"{words.get(less.what, f'with {KINDS[PLAIN].title}')} {short_s(less.step_s)} s"
+        best = f" (best then: {less.best_layout}, {short_s(less.best_s)} s)" if less.best_s else ""
+        said.append(same + best)
+    return f"{said[0]}{'; ' if said[1:] else ''}{', '.join(said[1:])}"
