@@ -15,6 +15,7 @@ class Faults:
     """Seconds, or factors of kernels."""
 
     loader_s: float = 0.0
+    batch_s: float = 0.0
     sync_s: float = 0.0
     flush_s: float = 0.0
     launch_s: float = 8e-6
@@ -200,6 +201,7 @@ def forward(shape: Shape | None = None, *, steps: int = 3, layer: Any = None) ->
 
 def run_micro_batch(r: Recorder, shape: Shape) -> None:
     r.thread = MAIN
+    r.host_s += r.faults.batch_s
     tokens, table = [shape.sequences, shape.length], [shape.vocab, shape.hidden]
     r.run("aten::embedding", "void at::native::vectorized_gather_kernel", 5e-5, [table, tokens])
     for layer in range(shape.layers):

@@ -117,6 +117,16 @@ def test_the_planted_cause_is_first_with_its_seconds(cause, faults, base_s, tmp_
     assert found.fixed.step.mid == pytest.approx(base_s, rel=0.08)
 
 
+def test_loader_that_sleeps_before_each_micro_batch_is_one_cause(tmp_path: Path) -> None:
+    shape = Shape(micro_batches=3, length=1024)
+    base = diagnosed(tmp_path, simulated.trace(shape))
+    found = diagnosed(tmp_path, simulated.slower(shape, batch_s=0.05))
+    cause = found.causes[0]
+    assert cause.name == "data loader"
+    assert cause.seconds == pytest.approx(found.step_s - base.step_s, rel=0.1)
+    assert parts.OUTSIDE not in found.found.parts
+
+
 def test_tiny_work_and_uneven_experts_are_named(tmp_path: Path) -> None:
     tiny = Shape(length=256, sequences=1)
     found = diagnosed(tmp_path, simulated.slower(tiny, launch_s=6e-5))

@@ -135,6 +135,9 @@ _PAUSE_S = 1e-3
 _DATA_MARK = parts.pattern("data")
 
 
+_WaitKey = tuple[float, int, int]  # step, name and shape of the operator
+
+
 class HostCalls:
     """The host's calls in a form to be asked about gaps of the device: sorted, so that a question
     costs as little in a trace of a million kernels."""
@@ -157,8 +160,7 @@ class HostCalls:
         self._launches = linked.launch_s[order]
         self._leads = linked.kernels.start[order] - self._launches
         self._early: dict[int, float] = {}
-        self._ops = trace.ops
-        self._data_ops: set[tuple[float, int, int]] = set()  # by step: name and shape
+        self._data_keys: set[_WaitKey | None] = set()
 
     def _chosen(self, pattern: re.Pattern[str]) -> Ints:
         """Calls by name, in the order of their starts."""
@@ -202,33 +204,43 @@ class HostCalls:
             return parts.BETWEEN, "another stream"
         quiet = self.busy_share(start, min(launch, end)) < 0.5
         if quiet and (self._is_first(kernel, step) or self._in_data_mark(start, end)):
+            self._data_keys.add(self._key(kernel, step))
             return parts.DATA, "host idle before the step's first kernel"
-        return self._late(start, end, kernel, quiet=quiet)
+        return self._late(start, end, kernel, step, quiet=quiet)
+
+    def _key(self, kernel: int, step: TracedStep) -> _WaitKey | None:
+        """Return what a wait before each micro batch has in common with that before the step: the
+        operator after it. None where the trace does not know operators."""
+        op, ops = int(self.linked.op[kernel]), self.linked.trace.ops
+        return (step.start, int(ops.name[op]), int(ops.shape[op])) if op >= 0 else None
 
     def _between_ops(
         self, start: float, end: float, kernel: int, step: TracedStep
     ) -> tuple[str, str]:
-        """On cores: waits in which no operator runs, before the operator that ends them. A wait
-        before each micro batch ends with the operator that ends the wait before the step."""
+        """On cores: waits in which no operator runs, before the operator that ends them."""
         where = f"before {self.linked.op_name(kernel)}"
         is_quiet = self.busy_share(start, end) < 0.5
         if is_quiet and self._in_data_mark(start, end):
             return parts.DATA, where
         if not is_quiet or end - start < _PAUSE_S:
             return parts.LAUNCHES, ""
-        op = int(self.linked.op[kernel])
-        key = (step.start, int(self._ops.name[op]), int(self._ops.shape[op]))
         if self._is_first(kernel, step):
-            self._data_ops.add(key)
-        return parts.DATA if key in self._data_ops else parts.OUTSIDE, where
+            self._data_keys.add(self._key(kernel, step))
+        is_data = self._key(kernel, step) in self._data_keys
+        return parts.DATA if is_data else parts.OUTSIDE, where
 
-    def _late(self, start: float, end: float, kernel: int, *, quiet: bool) -> tuple[str, str]:
+    def _late(
+        self, start: float, end: float, kernel: int, step: TracedStep, *, quiet: bool
+    ) -> tuple[str, str]:
         """The host launched too late: since a call that blocked it, or since it is slow."""
         blocked = self._blocked_since(kernel)
         if blocked is not None:
             is_memory = bool(MEMORY_CALLS.search(self.name(blocked)))
             return (parts.MEMORY if is_memory else parts.SYNC), self.name(blocked)
         if quiet and end - start > _PAUSE_S:
+            key = self._key(kernel, step)
+            if key is not None and key in self._data_keys:
+                return parts.DATA, "host idle before a micro batch's first kernel"
             return parts.OUTSIDE, "host outside of torch"
         return parts.LAUNCHES, ""
 
