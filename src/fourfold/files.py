@@ -31,6 +31,39 @@ _MACHINE = {
 }  # fmt: skip
 # Where a result's mark is looked for, at both ends.
 _MARK_BYTES = 4096
+_PACKAGE = os.path.dirname(os.path.realpath(__file__))
+_only_root = ""
+
+
+def keep_within(root: str | Path) -> None:
+    """From now on this process reads and writes files below `root` alone, wherever links lead, and
+    reads the package's own. There is no way back."""
+    global _only_root
+    _only_root = os.path.realpath(root)
+
+
+def require_within(path: str | Path, *, writes: bool = False) -> None:
+    """Refuse what leads out of the folder that this process is kept within, if it is."""
+    if not _only_root or is_below(path, _only_root):
+        return
+    if writes or not is_below(path, _PACKAGE):
+        raise outside(path, _only_root)
+
+
+def is_below(path: str | Path, root: str | Path) -> bool:
+    """Whether opening `path` would lead below `root`, a real path."""
+    real = os.path.realpath(path)
+    return real == str(root) or real.startswith(os.path.join(root, ""))
+
+
+def outside(path: str | Path, root: str | Path) -> UserError:
+    """What to say of a name that leads out of the folder of a server."""
+    return UserError(
+        "is outside of the folder of this server",
+        field="file",
+        value=str(path),
+        hint=f"put it below {root}, or start the server with another --folder",
+    )
 
 
 def refused(error: OSError | ValueError, path: object, *, field: str, verb: str) -> UserError:
@@ -115,6 +148,7 @@ def _open(
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_NOFOLLOW", 0) if own else 0
     try:
+        require_within(path)
         if own and os.path.islink(path):
             _refuse(_LINK, path, field)
         handle = os.open(path, flags)
@@ -207,6 +241,7 @@ def write_bytes(path: str | Path, content: bytes, *, field: str = "out", own: bo
     """Write all or nothing: a reader never sees half a file, a crash loses no old one. `own`: a
     file of fourfold's own folders, where a link is replaced and never written through."""
     try:
+        require_within(path, writes=True)
         target = os.path.realpath(path)
         special = os.path.exists(target) and not (os.path.isfile(target) or os.path.isdir(target))
         if not own and (special or str(path).startswith("/dev/")):
@@ -214,6 +249,8 @@ def write_bytes(path: str | Path, content: bytes, *, field: str = "out", own: bo
             with open(path, "ab", buffering=0) as stream:
                 stream.write(content)
             return
+    except UserError:  # a ValueError as well
+        raise
     except (OSError, ValueError) as error:
         raise refused(error, path, field=field, verb="written") from None
     with pending(path, field=field, own=own) as stream:
@@ -227,6 +264,7 @@ def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Itera
     import tempfile  # 15 ms with what it imports, only paid on writing
 
     temporary = ""
+    require_within(path, writes=True)
     try:
         # The target of a user's link is replaced, not the link.
         target = os.path.abspath(path) if own else os.path.realpath(path)
@@ -254,6 +292,7 @@ def locked(path: str | Path, on_wait: Callable[[], None] = lambda: None) -> Iter
     and gone afterwards."""
     import fcntl
 
+    require_within(path, writes=True)
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):  # a pipe is written to, not read
         yield

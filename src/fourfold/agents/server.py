@@ -1,8 +1,8 @@
 """The tools over MCP on stdin and stdout. Each call has a process of its own, confined to the
 folder and to so much time and memory: what is asked cannot take the server with it.
 
-One folder for a client's files: what a request names must lie in it, and whatever the code then
-opens outside of it, by a link for example, is refused where it is opened.
+One folder for a client's files: what a request names must lie in it, and what leads out of it, by a
+link for example, is refused at the door that every reader and writer goes through.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import fourfold
+from fourfold import files
 from fourfold.agents import tools
 from fourfold.errors import UserError
 from fourfold.escape import json_text
@@ -30,43 +28,22 @@ from fourfold.page.turns import QueuedCall, Turns
 # Fields of requests that may name a file.
 FILES = {"model", "cluster", "gpu", "profile", "calibration", "log", "logs", "runs", "out", "map",
          "side", "traces", "data", "device"}  # fmt: skip
-# Events of the interpreter: files that are named, and what leaves the process.
-_PATHS = {"open": 1, "os.listdir": 1, "os.scandir": 1, "os.remove": 1, "os.rmdir": 1,
-          "os.mkdir": 1, "os.chmod": 1, "os.truncate": 1, "os.rename": 2, "os.link": 2,
-          "os.symlink": 2, "shutil.rmtree": 1, "sqlite3.connect": 1, "os.utime": 1,
-          "os.chown": 1}  # fmt: skip
+# Events of the interpreter that lead out of the process.
 _NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty",
           "socket.connect", "socket.bind", "socket.sendto", "ctypes.dlopen")  # fmt: skip
-# Facts of the system that code reads by itself: no process's environment or memory.
-_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/fs/cgroup", "/sys/devices/system",
-           "/dev/null", "/dev/urandom")  # fmt: skip
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-
-class OutsideError(UserError):
-    """A file that is not the client's to name."""
-
-
 _MAX_NAME_BYTES = 255  # of a file, on every common file system
-
-
-def refusal(path: str, root: Path) -> OutsideError:
-    return OutsideError(
-        "is outside of the folder of this server", field="file", value=path,
-        hint=f"put it below {root}, or start the server with another --folder",
-    )  # fmt: skip
 
 
 def check(request: Any, root: Path) -> None:
     """Every name in the request that is a path, wherever it stands, lies below `root`."""
     for name in _named(request):
         if "\0" in name:
-            raise refusal(name, root)
+            raise files.outside(name, root)
         if any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
             raise UserError(f"is longer than the {_MAX_NAME_BYTES} bytes of a name",
                             field="file", value=name)  # fmt: skip
-        if not _inside(root / Path(name).expanduser(), (root,)):
-            raise refusal(name, root)
+        if not files.is_below(root / Path(name).expanduser(), os.path.realpath(root)):
+            raise files.outside(name, root)
 
 
 def _named(value: Any, field: str = "") -> Iterator[str]:
@@ -80,50 +57,16 @@ def _named(value: Any, field: str = "") -> Iterator[str]:
         yield value
 
 
-def _inside(path: Path, roots: tuple[Path, ...]) -> bool:
-    """Links followed, as opening would."""
-    real = Path(os.path.realpath(path))
-    return any(real == root or root in real.parents for root in roots)
-
-
-def _database_path(name: str) -> str:
-    """Return the file that SQLite opens by this name, which may be an escaped address."""
-    if not name.startswith("file:"):
-        return name
-    return unquote(re.split("[?#]", name.removeprefix("file:"), maxsplit=1)[0])
-
-
 def confine(root: Path) -> None:
-    """From now on this process opens nothing outside of `root` but its own code and data, and the
-    system's facts about itself; it starts and calls nothing. There is no way back."""
-    places = sysconfig.get_paths()
-    code = {places[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    code |= {path for path in sys.path if path}
-    ours = Path(__file__).parents[1]
-    readable = (root, ours, *(Path(os.path.realpath(path)) for path in code))
-    own = (Path(f"/proc/{os.getpid()}/{name}") for name in ("stat", "status"))
-    system = (*readable, *map(Path, _SYSTEM), *own)
+    """From now on this process reads and writes files of `root` alone, beside its own code and
+    data; it starts and calls nothing. There is no way back."""
     os.chdir(root)
     sys.dont_write_bytecode = True  # of what is imported from now on
+    files.keep_within(root)
 
-    def hook(event: str, given: tuple[Any, ...]) -> None:
+    def hook(event: str, _: tuple[Any, ...]) -> None:
         if event in _NEVER:
-            raise OutsideError(f"{event} is not for clients of this server")
-        count = _PATHS.get(event)
-        if count is None:
-            return
-        reads = event in ("os.listdir", "os.scandir") or (
-            event == "open" and not (given[2] or 0) & _WRITES
-        )
-        for path in given[:count]:
-            if isinstance(path, str | bytes | os.PathLike):
-                name = os.fsdecode(path)
-                if event == "sqlite3.connect":
-                    name = _database_path(name)
-                if "\0" in name or not _inside(
-                    Path(name), system if reads else (root, Path("/dev/null"))
-                ):
-                    raise refusal(name, root)
+            raise UserError(f"{event} is not for clients of this server")
 
     sys.addaudithook(hook)
 

@@ -67,6 +67,7 @@ def must_be(path: Path, kind: str, *, may_lack: bool = False) -> None:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file and its size."""
+    files.require_within(path)
     try:
         # A pipe without a writer would block the opening, and a device be read without end.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -115,6 +116,7 @@ def size_of(path: Path) -> int:
 
 def appending(path: Path) -> BinaryIO:
     """A regular file to add to; a link there is refused."""
+    files.require_within(path, writes=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
