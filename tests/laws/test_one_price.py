@@ -10,7 +10,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -19,6 +19,8 @@ import pytest
 import fourfold
 from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError
+from fourfold.escape import csv_text
+from fourfold.logs.experts import model_columns
 from fourfold.page.plan import plan_data
 from fourfold.result.report import Prediction
 from fourfold.search import export as exports
@@ -26,7 +28,9 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery, usual_cluster
 from fourfold.search.ranking import rank_layouts
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -348,6 +352,132 @@ def test_plan_takes_fp32_gradients_of_every_stack_unless_told() -> None:
             )
     request = replace(_spelled("megatron-bridge-2026")[0], policy={"grad_dtype": "bf16"})
     assert resolved(request)[0].policy.reduce_dtype == "bf16"
+
+
+# Engines as rows and questions spell them; the first three are one on NVIDIA's clusters.
+_ENGINES = (
+    "megatron", "megatron-bridge", "megatron-bridge-2026", "Megatron-LM", "megatron-lm-2025",
+    "nemo", "nemo-2025", "torchtitan", "torchtitan-2025", "mlperf-nvidia",
+)  # fmt: skip
+_STEP_GRAPH, _SOME_GRAPHS = "full_iteration", "transformer_engine:attn+moe_router"
+
+
+@dataclass(frozen=True, slots=True)
+class FilledRow:
+    """A question that leaves nothing open, and its run as a row whose cells are all filled."""
+
+    request: PlanRequest
+    layout: Layout
+    cells: dict[str, object]
+
+
+def filled_row(rng: random.Random) -> FilledRow | None:
+    """None where the engine cannot run what was drawn."""
+    stack = rng.choice(_ENGINES)
+    cluster = rng.choice(("nvidia-h100", "nvidia-gb200", "nvidia-b200"))
+    name = rng.choice(("llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
+                       "deepseek-v3"))  # fmt: skip
+    model, has_experts = catalog.model(name), name not in ("llama-3.1-8b", "llama-3.1-70b")
+    layout = Layout(
+        pp=rng.choice((1, 2, 4, 8)), shard=rng.choice((4, 8, 16)), cp=rng.choice((1, 1, 2)),
+        tp=rng.choice((1, 2, 4)), ep=rng.choice((1, 4, 8)) if has_experts else 1,
+    )  # fmt: skip
+    rules = stack_rules(stack)
+    is_titan = rules.name == "torchtitan"
+    virtual = rng.choice((1, 1, 2, 4)) if layout.pp > 1 else 1
+    kinds = ("none", "selective", "full", *(("moe", "moe-act") if has_experts else ()))
+    grad, moments = rng.choice(("fp32", "bf16")), rng.choice(("fp32", "bf16"))
+    policy = Policy(
+        precision=rng.choice(("bf16-mixed", "bf16-mixed", "fp8", "bf16-pure")),
+        sharding=rng.choice(("zero2", "zero3")) if is_titan else "zero1",
+        sequence_parallel=layout.tp > 1 and rng.random() < 0.8,
+        virtual_stages=virtual,
+        schedule=running_schedule("1f1b", virtual),
+        recompute=rng.choice(kinds),
+        compile=is_titan,
+        cp_kind="allgather" if is_titan else "ring",
+        grad_dtype=None if is_titan else grad,
+        reduce_dtype=None if is_titan else grad,
+        optimizer_dtype=None if is_titan else moments,
+        cuda_graph=not is_titan and rng.random() < 0.3,
+        overlap_grad_reduce=rng.random() < 0.7,
+        routing=rng.choice(("natural", "forced")),
+        dispatcher=rng.choice(("alltoall", "hybridep", "deepep")) if has_experts else "auto",
+    )
+    batch = Batch(seq_len=4096, micro_batch=rng.choice((1, 2)), global_batch=512)
+    run = run_spec(
+        name, layout, policy=policy, seq_len=4096, micro_batch=batch.micro_batch, global_batch=512
+    )
+    device = catalog.cluster(cluster).device
+    target = Target(stack=stack, gpus=run.gpus, device=device, runs=False)
+    if why_not(model, layout, batch, policy, target):
+        return None
+    place = catalog.cluster(cluster, run.gpus)
+    habits = stack_defaults(match_stack(stack, place, SHIPPED, experts=has_experts))
+    hides_tp = habits.overlap_tp and policy.sequence_parallel
+    overlap = ["grad-reduce param-gather"] * policy.overlap_grad_reduce + ["tp"] * hides_tp
+    graphs = _SOME_GRAPHS if has_experts and habits.graphs_experts else "none"
+    domain = max(place.links[0].ranks, place.host_gpus)
+    cells: dict[str, object] = {
+        "stack": stack, "cluster": cluster, "hardware": device.id, "model": name,
+        **model_columns(model), "seq_len": 4096, "n_gpus": run.gpus, **layout.sizes,
+        "vpp": virtual, "mbs": batch.micro_batch, "gbs": 512, "sharding": policy.sharding,
+        "sequence_parallel": int(policy.sequence_parallel), "routing": policy.routing,
+        "precision": policy.precision, "act_ckpt": policy.recompute, "attention": "flash",
+        "dispatcher": policy.dispatcher if has_experts else "",
+        "grad_dtype": policy.grad_dtype or ("bf16" if policy.precision == "bf16-pure" else "fp32"),
+        "reduce_dtype": policy.reduce_dtype or "fp32",
+        "optimizer_dtype": policy.dtypes.optimizer, "gpus_per_node": place.host_gpus,
+        "cuda_graph": _STEP_GRAPH if policy.cuda_graph else graphs, "nvlink_domain": domain,
+        "overlap": " ".join(overlap) or "none",
+        "mtp_layers": model.mtp if model.mtp and rules.predicts_further else "",
+        "note": "torch.compile; all-gather CP" if is_titan else "",
+    }  # fmt: skip
+    encoded = codec.encode(policy).items()
+    decided = {field: value for field, value in encoded if value not in (None, ())}
+    request = PlanRequest(
+        model=name, cluster=cluster, gpus=run.gpus, layout=layout.to_plain(), seq_len=4096,
+        global_batch=512, micro_batch=batch.micro_batch, policy=decided, stack=stack, explore=True,
+    )  # fmt: skip
+    return FilledRow(request, layout, cells)
+
+
+def require_equal_table(seed: int, count: int, folder: Path) -> set[str]:
+    """Rows drawn until `count` of them are runs of their engines: the table and `explain` agree.
+    Return the engines."""
+    rng = random.Random(seed)
+    rows: list[FilledRow] = []
+    explained: list[tuple[float, float]] = []
+    while len(rows) < count:
+        row = filled_row(rng)
+        if row is None:
+            continue
+        try:
+            found = fourfold.explain(row.request, row.layout).explanation.row
+        except UserError:  # a release that settings are written for lacks what was drawn
+            continue
+        if found is not None:
+            explained.append((found.step_s, found.peak_bytes))
+            rows.append(row)
+    columns = sorted({name for row in rows for name in row.cells})
+    table = [["row_id", *columns]]
+    table += [
+        [str(i), *(str(row.cells.get(name, "")) for name in columns)] for i, row in enumerate(rows)
+    ]
+    path = folder / "rows.csv"
+    path.write_text(csv_text(table))
+    answers = fourfold.predict_table(str(path)).answers
+    for i, row in enumerate(rows):
+        price = (answers.step_s[i], answers.worst_gb[i] * 2**30)
+        assert price == explained[i], (seed, i, row.cells, answers.reasons[i])
+        assert "habit" not in answers.reasons[i]
+    return {str(row.cells["stack"]) for row in rows}
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_filled_rows_of_a_table_and_explain_agree_bit_for_bit(tmp_path: Path, count: int) -> None:
+    engines = require_equal_table(count, count, tmp_path)
+    assert count < 200 or engines == {*_ENGINES}
 
 
 @pytest.fixture(scope="module")
