@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from fourfold.cost.one_rank import least_bytes, parts
 from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
-from fourfold.show.one_rank import floor_page
-from fourfold.show.pictures import floor_picture
 from fourfold.spec import catalog
-from fourfold.verbs.one_rank import floor_plain
 from tests.specs import run_spec
+
+_SCRIPT = Path(__file__).parents[2] / "scripts" / "floor.py"
+_MODULE = importlib.util.spec_from_file_location("floor", _SCRIPT)
+floor = importlib.util.module_from_spec(_MODULE)
+sys.modules["floor"] = floor  # dataclasses look their module up
+_MODULE.loader.exec_module(floor)
 
 CLUSTER = usual_cluster(catalog.device("h200"), 1)
 SIZES = {"seq_len": 8192, "micro_batch": 2, "global_batch": 4}
 SPEC = run_spec("llama-3.2-1b-untied", compile=True, **SIZES)
-LAYER, FIRST, LAST, ELEMENT = least_bytes(columns_of([SPEC], cluster=CLUSTER, stack="fourfold"))
+LAYER, FIRST, LAST, ELEMENT = floor.least_bytes(
+    columns_of([SPEC], cluster=CLUSTER, stack="fourfold")
+)
 SEEN = {"matrix products": 0.21, "attention": 0.03, "norms and element-wise": 0.02,
         "copies and casts": 0.001, "fills": 0.5}  # fmt: skip
 
@@ -42,7 +49,7 @@ def found(**changes) -> OneRankResult:
 
 
 def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
-    rows = {row.name: row for row in parts(found())}
+    rows = {row.name: row for row in floor.step_parts(found())}
     assert sum(row.engine_s for row in rows.values()) == pytest.approx(found().compute_s)
     assert rows["matrix products"].limit_s == 0.4
     assert rows["matrix products"].gap_s == pytest.approx(0.02)
@@ -62,7 +69,7 @@ def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
 
 def test_what_is_computed_again_is_avoidable():
     again = replace(found().floor, again_products_s=0.05, again_attention_s=0.01)
-    rows = {row.name: row for row in parts(found(floor=again))}
+    rows = {row.name: row for row in floor.step_parts(found(floor=again))}
     assert rows["computed again"].limit_s == 0
     assert rows["computed again"].engine_s == pytest.approx(2 * 0.06)
     assert rows["matrix products"].engine_s == pytest.approx(2 * (0.21 - 0.05))
@@ -70,23 +77,22 @@ def test_what_is_computed_again_is_avoidable():
 
 def test_a_slow_watch_does_not_make_parts_larger_than_the_step():
     slow = tuple(DevicePart(name=part.name, seconds=3 * part.seconds) for part in found().parts)
-    rows = parts(found(parts=slow))
+    rows = floor.step_parts(found(parts=slow))
     assert sum(row.engine_s for row in rows) == pytest.approx(found().compute_s)
     assert rows[-1].engine_s >= 0
-    before = {row.name: row.engine_s for row in parts(found())}
+    before = {row.name: row.engine_s for row in floor.step_parts(found())}
     after = {row.name: row.engine_s for row in rows}
     ratio = before["matrix products"] / before["attention"]
     assert after["matrix products"] / after["attention"] == pytest.approx(ratio)
 
 
-def test_the_table_and_the_picture_show_every_part(tmp_path):
-    rows = parts(found())
-    said = floor_plain(rows, 32768)
-    grid, _, text = floor_page(said)
-    assert [cells[0] for cells in grid.rows[:-1]] == [row.name for row in rows]
-    assert "% of the limit" in text
-    assert said["limit_s"] < said["step_s"]
-    assert sum(part["engine_s"] for part in said["parts"]) == pytest.approx(said["step_s"])
+def test_floor_report_and_picture_show_every_part():
+    rows = floor.step_parts(found())
+    lines = floor.report("1b", found(), 32768).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[3:-2]] == [row.name for row in rows]
+    limit_s = sum(row.limit_s for row in rows)
+    speed = f"{32768 / found().compute_s:,.0f} of at most {32768 / limit_s:,.0f} tokens/s per GPU"
+    assert lines[-1].startswith(speed)
     pytest.importorskip("matplotlib")
-    picture = floor_picture([("1b", rows)], "floor.svg").decode()
+    picture = floor.picture([("1b", rows)], "floor.svg").decode()
     assert picture.count("<svg") == 1

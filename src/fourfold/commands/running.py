@@ -16,7 +16,7 @@ from fourfold.options import option
 from fourfold.output import Output, submitted
 from fourfold.show import one_rank, runs
 from fourfold.show.bench import runs_page
-from fourfold.show.pictures import floor_picture, loss_picture, must_be_picture
+from fourfold.show.pictures import loss_picture, must_be_picture
 from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
@@ -43,7 +43,7 @@ examples:
   fourfold bench --spec run.toml --on slurm               (--on mysite: see docs/running.md)
 """
 _RUN = ("steps", "warmup", "data", "tag", "note")
-_OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
+_OWN = ("as_rank", "world", "layouts", "micro_batches")
 _SHARED = ("cluster", "profile", "trace", "env", "oversubscribe", "force")
 
 
@@ -55,7 +55,6 @@ _SHARED = ("cluster", "profile", "trace", "env", "oversubscribe", "force")
         (
             option("--details", "also show kernels, traffic and parts of the step", switch=True),
             option("--out", "write the full result to a file", "FILE.json", rare=True),
-            option("--picture", "with --against: draw bars by part", "FILE.png", rare=True),
         ),
         ONE_RANK,
     ),
@@ -85,23 +84,16 @@ def bench(args: Any, show: OnEvent) -> Output:
 
 
 def _is_one_rank(args: Any) -> bool:
-    if args.picture and not args.against:
-        raise UserError("needs --against", field="--picture", hint="add --against floor")
-    if args.as_rank is None and not args.against:
+    if args.as_rank is None:
         for field in ("world", "layouts", "micro_batches", "details", "out"):
             hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
             check.that(not getattr(args, field), field, None, "needs --as-rank", hint)
-    return args.as_rank is not None or bool(args.against)
+    return args.as_rank is not None
 
 
 def _one_rank(args: Any, show: OnEvent) -> Output:
-    if args.picture:
-        must_be_picture(args.picture)
-    if args.against and args.as_rank is None and args.gpus is None:
-        args.world = args.world or 1
-    mode = "--against" if args.as_rank is None else "--as-rank"
     unused = (*options.of(BenchRequest), *options.of(RunSpec, "tag", "note"))
-    rule = f"cannot be combined with {mode}, which runs one rank here and stores nothing"
+    rule = "cannot be combined with --as-rank, which runs one rank here and stores nothing"
     options.refuse(args, (one for one in unused if one.key not in _SHARED), rule)
     same = args.gpus is None or args.world in (None, args.gpus)
     check.that(same, "--gpus", args.gpus, f"contradicts --world {args.world}", "omit one of them")
@@ -113,12 +105,8 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
     answer = fourfold.one_rank(table, request, on_event=show)
     if args.out:
         files.write_text(args.out, json_text(answer.plain()) + "\n")
-    if args.picture:
-        steps = [(one_rank.name_of(one.spec), one.floor) for one in answer.ranks if one.found]
-        files.write_bytes(args.picture, floor_picture(steps, args.picture), field="picture")
-    shown = {"details": bool(args.details), "against": bool(args.against)}
-    status = 0 if answer.ok else 1
-    return Output.of(answer, lambda: one_rank.page(answer.ranks, **shown), status=status)
+    status, details = 0 if answer.ok else 1, bool(args.details)
+    return Output.of(answer, lambda: one_rank.page(answer.ranks, details=details), status=status)
 
 
 _SWEEP = """\

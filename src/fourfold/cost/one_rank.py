@@ -1,6 +1,5 @@
 """One rank that ran without its peers: its step, by the sum that prices any step but with measured
-compute in place of the planner's; what the planner says of that compute; and how far the rank is
-from its kernels' floor."""
+compute in place of the planner's; and what the planner says of that compute."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.kinds import DENSE
 from fourfold.cost.memory.held import layer_bytes
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import stages
-from fourfold.cost.ops.ends import embedding, handover, head, update
+from fourfold.cost.ops.ends import embedding, handover, head
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import NONE, Op, of_one
 from fourfold.cost.step.estimate import Once, StepOps, estimate, layer_times, once_ops, ops_s
@@ -128,64 +126,3 @@ def _peak_bytes(c: Columns, found: OneRankResult) -> float:
     flight = usual.flight if is_first or is_last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + found.layers, flight=flight)
     return of_one(stage_peak(c, layer_bytes(c), own, micros).total)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`limit_s`: what can't be avoided. `engine_s`: what the step took."""
-
-    name: str
-    limit_s: float
-    engine_s: float
-
-    @property
-    def gap_s(self) -> float:
-        return self.engine_s - self.limit_s
-
-
-def parts(result: OneRankResult) -> list[Part]:
-    """Of a rank whose floor was measured. Recomputing is work that could be avoided;
-    the last part is what the watched kernels leave of the step."""
-    floor, n = result.floor, result.micro_batches
-    assert floor is not None
-    seen = _seen(result)
-    again = n * (floor.again_products_s + floor.again_attention_s)
-    products = seen.get("matrix products", 0.0) - n * floor.again_products_s
-    attention = seen.get("attention", 0.0) - n * floor.again_attention_s
-    update_s = result.phase("optimizer").seconds + result.phase("reduce").seconds
-    rows = [
-        Part("matrix products", n * floor.products_s, products),
-        Part("attention", n * floor.attention_s, attention),
-        Part("computed again", 0.0, again),
-        Part(
-            "norms, element-wise, loss",
-            n * floor.moved_bytes / floor.bytes_per_s,
-            seen.get("norms and element-wise", 0.0),
-        ),
-        Part("copies and casts", 0.0, seen.get("copies and casts", 0.0)),
-        Part("norm of gradients, update", floor.update_bytes / floor.bytes_per_s, update_s),
-    ]
-    rest = result.compute_s - sum(row.engine_s for row in rows)
-    return [*rows, Part("waiting for the host, rest", 0.0, rest)]
-
-
-def _seen(result: OneRankResult) -> dict[str, float]:
-    """Seconds of a step by kind of kernel. Small operators of a CPU take longer while they are
-    watched: then their shares are those of the micro batch that was not."""
-    seen = {part.name: part.seconds for part in result.parts if part.name != "fills"}
-    scale = min(1.0, micro_s(result) / (sum(seen.values()) or 1.0))
-    return {name: result.micro_batches * scale * seconds for name, seconds in seen.items()}
-
-
-def least_bytes(c: Columns) -> tuple[float, float, float, float]:
-    """What can't be avoided besides products and attention, of the one run in `c`: bytes of a
-    micro batch in a layer, in the first and the last end; of the update, an element of this rank's
-    own weights. Of experts' rows a rank alone has as many as it sends."""
-    c = replace(c, our_kernels=np.ones_like(c.our_kernels), imbalance=np.zeros_like(c.imbalance))
-
-    def moved(ops: list[Op]) -> float:
-        return of_one(sum(op.bytes for op in ops if op.kind in ("norm", "elementwise", "copy")))
-
-    layer = [op for op in decoder_layer(c, c.micro) if op.kind != "copy"]
-    ends = moved(embedding(c, c.micro)), moved(head(c, c.micro))
-    return moved(layer), *ends, moved(update(c, c.shards, DENSE))

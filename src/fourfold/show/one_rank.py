@@ -1,4 +1,4 @@
-"""The page of one rank without its peers: a row per layout, where its time goes, its floor."""
+"""The page of one rank without its peers: a row per layout, where its time goes."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def _notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
     return [*lines, f"{one.device}, torch {one.torch}"]
 
 
-def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part]:
-    """One row per layout, then of each, where its time goes; or each against its floor."""
+def page(ranks: Sequence[OneRank], *, details: bool) -> list[Part]:
+    """Return the page: a row per layout, then where the time of each goes."""
     spec = ranks[0].spec
     parts: list[Part] = [
         f"{spec.model.name}, {counted(spec.gpus, 'rank')},"
@@ -177,34 +177,14 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
         "",
     ]
     plains = [one.plain() for one in ranks]
-    if not against:
-        parts.append(_layouts(ranks, plains))
-        parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
+    parts.append(_layouts(ranks, plains))
+    parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
     for one, plain in zip(ranks, plains, strict=True):
         if one.found is None:
             parts += _failed(one, plain)
-        elif against:
-            head = f"{name_of(one.spec)}, {one.found.device}, torch {one.found.torch}"
-            parts += [head, *floor_page(plain["floor"])]
         elif details or len(ranks) == 1:
             parts += _details(one.spec, one.found, plain)
     return parts
-
-
-def floor_page(floor: Plain) -> list[Part]:
-    step_s, most = floor["step_s"], floor["limit_tokens_s"]
-    step = {"name": "step", "limit_s": floor["limit_s"], "engine_s": step_s}
-    step["gap_s"] = step_s - floor["limit_s"]
-    parts = table(
-        [*floor["parts"], step],
-        *named("ms per step=name"),
-        ("unavoidable", lambda row: or_dash(1e3 * row["limit_s"] or None, ".3f")),
-        ("engine", lambda row: f"{1e3 * row['engine_s']:.3f}"),
-        ("gap", lambda row: f"{1e3 * row['gap_s']:+.3f}"),
-        ("of the step", lambda row: f"{100 * row['gap_s'] / step_s:+.1f}%"),
-    )
-    speed = f"{floor['tokens_s']:,.0f} of at most {most:,.0f} tokens/s per GPU"
-    return [parts, "", f"{speed}: {100 * floor['share_of_limit']:.1f}% of the limit"]
 
 
 def _failed(one: OneRank, plain: Plain) -> list[Part]:

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fourfold.cost.fit.accuracy import Result
-    from fourfold.cost.one_rank import Part
     from fourfold.cost.trace.steps import Program
     from fourfold.cost.trace.walk import StepRow
     from fourfold.result.files.curve import Point
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
+COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
 
 
 def must_be_picture(path: str, field: str = "picture", suffixes: Sequence[str] = SUFFIXES) -> str:
@@ -108,31 +107,6 @@ def _error_curves(axis: Axes, results: list[Result]) -> None:
     axis.axhline(90, color="k", lw=0.5)
     axis.set(xlim=(0, 40), ylim=(0, 100), xlabel="error %", ylabel="rows within it, %")
     axis.legend(fontsize=8, loc="lower right")
-
-
-def floor_picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
-    """Two bars for each step: what cannot be avoided, and what it took."""
-    figure = empty_figure(path, 9.0, 1.4 + 1.1 * len(named))
-    axes = figure.subplots()
-    names: list[str] = []
-    for title, rows in named:
-        for what, seconds in (
-            ("limit", [r.limit_s for r in rows]),
-            ("", [r.engine_s for r in rows]),
-        ):
-            place, left = len(names), 0.0
-            names.append(f"{title} {what}".strip())
-            for row, value, colour in zip(rows, seconds, _COLOURS, strict=True):
-                width = max(0.0, 1e3 * value)
-                label = row.name if place == 0 else "_"
-                axes.barh(place, width, left=left, color=colour, label=label)
-                left += width
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms per step")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return content(figure, path)
 
 
 def trace_picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes:

@@ -13,13 +13,11 @@ from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
 from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.one_rank import Part
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
-from fourfold.launch.permit import gpu_count
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,
@@ -45,8 +43,6 @@ from fourfold.verbs.machine import read_profile, stage_cluster
 from fourfold.verbs.run_requests import OneRankRequest
 
 _WARMUP, _STEPS = 2, 3
-# Against the floor: enough for a GPU to be as hot as in a long run.
-_FLOOR_WARMUP, _FLOOR_STEPS, _HOT_S, _HOT_CPU_S = 8, 10, 6.0, 1.0
 _LIMITS = Limits(start_s=1800.0, step_s=900.0)
 
 
@@ -112,11 +108,6 @@ class OneRank:
     found: OneRankResult | None
     planner: StagePlanner
 
-    @property
-    def floor(self) -> list[Part]:
-        """By part: what can't be avoided, and what the engine took."""
-        return model.parts(self.found) if self.found is not None else []
-
     def plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = {
             "model": self.spec.model.name,
@@ -135,8 +126,6 @@ class OneRank:
                 plain["post_mortem"] = self.planner.post_mortem(self.report)
             return plain
         plain |= {"measured": codec.encode(self.found), **self.planner.beside(self.found)}
-        if self.found.floor is not None:
-            plain["floor"] = floor_plain(self.floor, self.spec.batch.tokens / self.spec.gpus)
         return plain
 
     def row(self) -> dict[str, Any]:
@@ -178,24 +167,34 @@ def one_rank(
     options = [("ranks", ",".join(map(str, ranks)))]
     if request.micro_batches is not None:
         options.append(("micro_batches", ",".join([str(request.micro_batches)] * len(specs))))
-    if request.against:
-        least = [" ".join(map(str, model.least_bytes(planner.columns))) for planner in planners]
-        options.append(("least", ",".join(least)))
-        options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
     if request.trace:
         options.append(("trace", str(trace_path(request.trace))))
+    measured = measure_ranks(specs, options, request, on_event)
+    rows = [
+        OneRank(spec, rank, _of_rank(report, rank), result, planner)
+        for spec, rank, (report, result), planner in zip(
+            specs, ranks, measured, planners, strict=True
+        )
+    ]
+    return OneRanks(tuple(rows))
+
+
+def measure_ranks(
+    specs: Sequence[RunSpec],
+    options: Sequence[tuple[str, str]],
+    request: OneRankRequest,
+    on_event: OnEvent = ignore,
+) -> list[tuple[RunReport, OneRankResult | None]]:
+    """Run one rank of each spec; the result is None where the report tells of a failure."""
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
         report = run_job(job, folder, progress=progress(on_event), permit=permit_of(request))
-        found = [
-            codec.from_json(OneRankResult, files.read_text(answer_file(folder, task)))
+        return [
+            (run, codec.from_json(OneRankResult, files.read_text(answer_file(folder, task))))
             if run.outcome == "ok"
-            else None
+            else (run, None)
             for task, run in enumerate(report.runs)
         ]
-    reports = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]
-    rows = zip(specs, ranks, reports, found, planners, strict=True)
-    return OneRanks(tuple(OneRank(*row) for row in rows))
 
 
 def _of_rank(report: RunReport, rank: int) -> RunReport:
@@ -221,8 +220,7 @@ def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec
         table["layout"] = " ".join(axes)
     if request.world is not None:
         table["gpus"] = request.world
-    steps, warmup = (_FLOOR_STEPS, _FLOOR_WARMUP) if request.against else (_STEPS, _WARMUP)
-    table = {"steps": steps, "warmup": warmup, **table}
+    table = {"steps": _STEPS, "warmup": _WARMUP, **table}
     spec = described(table, ranks=1)
     rule = "must be a number here, not 'auto'"
     check.that(spec.batch.micro_batch, "micro_batch", None, rule, "pass a micro batch")
@@ -238,16 +236,3 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     hint = f"the last rank is {spec.gpus - 1}"
     check.that(wanted.isdecimal() and int(wanted) < spec.gpus, "as-rank", wanted, rule, hint)
     return int(wanted)
-
-
-def floor_plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
-    """`tokens` of a step, for each GPU."""
-    limit_s, step_s = sum(row.limit_s for row in rows), sum(row.engine_s for row in rows)
-    return {
-        "parts": [{**asdict(row), "gap_s": row.gap_s} for row in rows],
-        "limit_s": limit_s,
-        "step_s": step_s,
-        "share_of_limit": limit_s / step_s,
-        "limit_tokens_s": tokens / limit_s,
-        "tokens_s": tokens / step_s,
-    }

@@ -112,7 +112,6 @@ class OneRankRequest(Start):
     micro_batches: int | None = _rank(
         "micro batches to run (default: enough for the peak; 0: all)", "N", rare=True
     )
-    against: Literal["floor"] | None = _rank("on one GPU: compare a step with its floor", rare=True)
     cluster: str | Cluster | None = None
     profile: str | None = None
     trace: str | None = None
