@@ -105,7 +105,7 @@ def test_a_cuda_graph_is_priced_by_what_is_known_of_the_run(tmp_path: Path) -> N
         ("slow attention kernel", {"attention": 2.0, "kernel": "pytorch_flash::flash"}),
         ("not compiled", {"memory": 5.0}),
         ("recompute", {"recompute": True}),
-        ("fp32 products", {"fp32": True, "products": 8.0}),
+        ("fp32 GEMMs", {"fp32": True, "products": 8.0}),
         ("exposed communication: dp", {"exposed_s": 1e-3}),
     ],
 )

@@ -207,14 +207,19 @@ def _size(row: OpRow) -> str:
     return shape or or_dash(row.bytes / 1e6 or None, ".1f")
 
 
+def _component(name: str) -> str:
+    """Return how a component of seconds or memory is called: 'GEMM', 'tp communication'."""
+    return {"gemm": "GEMM"}.get(name, name.replace("comm", "communication").replace("_", " "))
+
+
 def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
     parts = [
-        [name, short_s(row.parts_s[name]), short_s(best.parts_s[name]),
+        [_component(name), short_s(row.parts_s[name]), short_s(best.parts_s[name]),
          f"{row.parts_s[name] - best.parts_s[name]:+.2f}"]
         for name in row.parts_s
         if max(row.parts_s[name], best.parts_s[name]) > 0.0005 * row.step_s
     ]  # fmt: skip
-    memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
+    memory = [[_component(name), f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
     unproven = " (including unmeasured features)" if answer.with_unproven else ""
     slower = 100 * (row.step_s / best.step_s - 1)
     why = f" ({answer.held_back})" if answer.held_back else ""

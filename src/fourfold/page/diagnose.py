@@ -19,11 +19,11 @@ from fourfold.verbs.diagnosis import Diagnosis
 
 # Kinds of parts share a colour (core.js has the same ones).
 _COLORS = (
-    ("products", "#4477aa"), (parts.CONVOLUTION, "#7799cc"), (parts.ATTENTION, "#ee6677"),
+    ("GEMM", "#4477aa"), (parts.CONVOLUTION, "#7799cc"), (parts.ATTENTION, "#ee6677"),
     (parts.ELEMENTWISE, "#228833"),
     (parts.LOSS, "#c8a415"), (parts.OPTIMIZER, "#aa3377"), (parts.COPIES, "#3fa7c4"),
     (parts.ROUTING, "#6a5acd"), (parts.EMBEDDING, "#2aa198"), ("communication", "#e07b39"),
-    ("waiting", "#c0392b"), (parts.BETWEEN, "#c9ced6"),
+    ("computing", "#4477aa"), ("waiting", "#c0392b"), (parts.BETWEEN, "#c9ced6"),
 )  # fmt: skip
 _OTHER = "#8c8c8c"
 _WIDE, _HIGH = 1200.0, 34.0
@@ -210,6 +210,6 @@ def _ranks(answer: Diagnosis) -> str:
     bars = []
     for row in answer.ranks:
         rest = max(0.0, row.step_s - row.busy_s - row.exposed_s - row.waiting_s)
-        pieces = [("products", row.busy_s), ("communication", row.exposed_s)]
+        pieces = [("computing", row.busy_s), ("communication", row.exposed_s)]
         bars.append(_Bar(f"rank {row.rank}", [*pieces, ("waiting", row.waiting_s), ("rest", rest)]))
     return _section("Ranks: computing, exposed communication, waiting", _bars(bars))

@@ -95,7 +95,7 @@ def fp32(case: TraceCase) -> Iterator[Cause]:
     names = (*parts.PRODUCTS, parts.ATTENTION, *MEMORY_BOUND)
     over = case.over(*names)
     slow = ratio(case, parts.PRODUCTS)
-    evidence = f"products in fp32 take {slow:.1f} times what they take in bf16"
+    evidence = f"GEMMs in fp32 take {slow:.1f} times what they take in bf16"
     yield cause("fp32", over, evidence, *names)
 
 
@@ -115,7 +115,7 @@ def clock(case: TraceCase) -> Iterator[Cause]:
         return
     names = (*parts.PRODUCTS, parts.ATTENTION)
     over = case.over(*names)
-    evidence = f"all products take {usual:.2f} times what is expected"
+    evidence = f"all GEMMs take {usual:.2f} times what is expected"
     if parts.ATTENTION in ratios:
         evidence += f", attention {ratios[parts.ATTENTION]:.2f}"
     yield cause("clock", over, evidence, *names)
@@ -124,7 +124,7 @@ def clock(case: TraceCase) -> Iterator[Cause]:
 def _slow_products(case: TraceCase, ratios: dict[str, float]) -> Iterator[Cause]:
     slow = [name for name, share in ratios.items() if share > 1.2 and name in parts.PRODUCTS]
     over = case.over(*slow) if slow else 0.0
-    named = ", ".join(name.removeprefix("products: ") for name in slow)
+    named = ", ".join(name.removeprefix("GEMM: ") for name in slow)
     odd = sorted({
         size
         for at, one in case.run.placed.weighed.items() if case.run.placed.part[at] in slow
@@ -164,7 +164,7 @@ def uncompiled(case: TraceCase) -> Iterator[Cause]:
 def recompute(case: TraceCase) -> Iterator[Cause]:
     again = case.run.counts.again
     evidence = (
-        f"{100 * again.share:.0f}% of forward products and {100 * again.attention_share:.0f}% of "
+        f"{100 * again.share:.0f}% of forward GEMMs and {100 * again.attention_share:.0f}% of "
         "attention run twice"
     )
     kind, words = "recompute", {}

@@ -1,7 +1,7 @@
 """Why a step takes longer than it should: seconds outside of what is expected, each with a cause,
 its evidence and a remedy; the largest first.
 
-Uneven experts: grouped products of one shape that do not take the same time.
+Uneven experts: grouped GEMMs of one shape that do not take the same time.
 
 Causes in which the device waits: data, synchronisations, memory, launches, the host itself.
 """
@@ -185,7 +185,7 @@ def _imbalance(case: TraceCase) -> Iterator[Cause]:
     if found is None:
         return
     evidence = (
-        f"grouped products of one shape take {found.fastest_ms:.2f} to {found.slowest_ms:.2f} ms "
+        f"grouped GEMMs of one shape take {found.fastest_ms:.2f} to {found.slowest_ms:.2f} ms "
         f"from layer to layer; their shapes are the same, so their tokens are spread unevenly"
     )
     yield cause("imbalance", found.seconds, evidence, parts.EXPERTS)

@@ -8,7 +8,7 @@ from functools import cache
 from fourfold.spec import catalog
 
 QKV, OUT, UP, DOWN, HEAD, ROUTER, EXPERTS, OTHER = (
-    f"products: {name}"
+    f"GEMM: {name}"
     for name in ("qkv", "out", "up, gate", "down", "head", "router", "experts", "other")
 )
 PRODUCTS = (QKV, OUT, UP, DOWN, HEAD, ROUTER, EXPERTS, OTHER)

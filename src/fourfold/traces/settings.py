@@ -50,14 +50,14 @@ def infer(
         f"{counts.backwards} backward passes of attention in {counts.micro_batches} micro batches"
     )
     say("layers", counts.layers, rank_layers)
-    say("hidden", shapes.hidden, "rows of the embedding, and all products")
-    say("ffn", counts.ffn, "inputs of the product before the residual")
+    say("hidden", shapes.hidden, "rows of the embedding, and all GEMMs")
+    say("ffn", counts.ffn, "inputs of the GEMM before the residual")
     sizes = (shapes.sequences, shapes.heads, shapes.length, shapes.head_dim)
     shape = f"{shapes.attention_op} {list(sizes)}"
     say("heads", shapes.heads, shape)
     say("kv_heads", shapes.kv_heads, shape)
     say("head_dim", shapes.head_dim, shape)
-    say("vocab", shapes.vocab, "the embedding and the head's product")
+    say("vocab", shapes.vocab, "the embedding and the head's GEMM")
     if shapes.vocab:
         found.append(Setting("tied", *_tied(linked, shapes, counts, steps)))
     found += _experts(shapes)
@@ -76,12 +76,12 @@ def infer(
 def _experts(shapes: Shapes) -> list[Setting]:
     if not shapes.experts:
         return []
-    rows = f"{shapes.expert_rows:,} rows of grouped products for {shapes.tokens:,} tokens"
+    rows = f"{shapes.expert_rows:,} rows of grouped GEMMs for {shapes.tokens:,} tokens"
     top_k = shapes.expert_rows // max(1, shapes.tokens)
     return [
-        Setting("experts", shapes.experts, f"groups of products: {rows}"),
+        Setting("experts", shapes.experts, f"groups of GEMMs: {rows}"),
         Setting("top_k", top_k, rows),
-        Setting("expert_ffn", shapes.expert_ffn, "width between grouped products"),
+        Setting("expert_ffn", shapes.expert_ffn, "width between grouped GEMMs"),
     ]
 
 
@@ -137,7 +137,7 @@ def _precision(linked: Linked, placed: Placed) -> tuple[str, str]:
         return "", ""
     kind, flops = spent.most_common(1)[0]
     share = 100.0 * flops / max(1, sum(spent.values()))
-    return kind, f"{share:.0f}% of the products' FLOPs"
+    return kind, f"{share:.0f}% of the GEMMs' FLOPs"
 
 
 def _masters(linked: Linked) -> tuple[str, str]:
@@ -157,9 +157,9 @@ def _recompute(counts: Counts) -> tuple[str, str]:
     elif again.share > 0.1 or again.attention_share > 0.1:
         word = "selective" if again.share < 0.5 else "full"
     else:
-        return "none", "as many forward products as gradients"
+        return "none", "as many forward GEMMs as gradients"
     core = f"{100 * again.attention_share:.0f}% of attention"
-    return word, f"{100 * again.share:.0f}% of the products and {core} run forwards twice"
+    return word, f"{100 * again.share:.0f}% of the GEMMs and {core} run forwards twice"
 
 
 def _attention(linked: Linked, placed: Placed) -> tuple[str, str]:
