@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -238,8 +239,13 @@ def routed_layers(config: TransformerConfig) -> list[int]:
         stage = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, vp_stage=place, pp_rank=rank
         )
-        kinds += [layer.submodules.mlp.module is MoELayer for layer in stage.layer_specs]
+        kinds += [builder(layer.submodules.mlp) is MoELayer for layer in stage.layer_specs]
     return [place for place, is_routed in enumerate(kinds) if is_routed]
+
+
+def builder(spec: Any) -> object:
+    """Return the class that builds a part of a layer: of a ModuleSpec, since 0.19 of a partial."""
+    return spec.func if isinstance(spec, partial) else spec.module
 
 
 def experts(config: TransformerConfig, world: int) -> dict[str, object]:

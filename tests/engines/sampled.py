@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Sequence
@@ -39,12 +40,14 @@ MODELS, EXPERTS = (
     {engine: tuple(map(shape_of, models)) for engine, models in kind.items()}
     for kind in tomllib.loads(Path(__file__).with_name("models.toml").read_text()).values()
 )
+MEGATRON = ("megatron", "megatron-0.16")
 VENVS = {
     "megatron": "megatron",
+    "megatron-0.16": "megatron-0.16",
     "torchtitan": "torchtitan-0.3",
     "torchtitan-0.2": "torchtitan-0.2",
 }
-STACKS = dict.fromkeys(("megatron", "megatron-bridge"), "megatron-bridge-2026")
+STACKS = dict.fromkeys(("megatron", "megatron-0.16", "megatron-bridge"), "megatron-bridge-2026")
 
 
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
@@ -90,7 +93,7 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
             seq_len=dice.choice((2048, 4096, 8192)) if model.family != "gpt" else 2048,
             micro_batch=micro,
             global_batch=size,
-            ramp=ramp if engine == "megatron" and dice.random() < 0.2 else None,
+            ramp=ramp if engine in MEGATRON and dice.random() < 0.2 else None,
         ),
         policy=policy,
         host_gpus=8,
@@ -147,7 +150,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
     params = model_params(one.model, one.batch.seq_len)
     if one.model.moe and one.model.moe.choice_bias:  # which these engines do not count
         params -= one.model.experts * one.model.moe_layers
-    if engine == "megatron":  # rows are added until tp divides the vocabulary
+    if engine in MEGATRON:  # rows are added until tp divides the vocabulary
         rows = -one.model.vocab % one.layout.tp
         params += rows * one.model.hidden * (1 if one.model.tied else 2)
     return {
@@ -217,20 +220,40 @@ def read_back(engine: str, setups: list[Setup], folder: Path) -> list[dict[str, 
             (here / name).write_text(text)
         words = (here / "engine.args").read_text().split()
         cases.append(
-            {"args": words, "folder": str(here),
-             "world": one.layout.world, "layers": one.model.layers}
+            {"args": words, "folder": str(here), "env": exports_of((here / "env.sh").read_text()),
+             "world": one.layout.world, "layers": one.model.layers, "device": one.device}
         )  # fmt: skip
     return asked(engine, cases, folder)
 
 
-def asked(engine: str, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def exports_of(text: str) -> dict[str, str]:
+    """Return the variables that an env.sh exports."""
+    lines = [line.removeprefix("export ") for line in text.splitlines() if line[:1] not in "#"]
+    return {
+        name: "".join(shlex.split(value)) for name, _, value in (x.partition("=") for x in lines)
+    }
+
+
+READERS = {
+    "megatron": "megatron_args.py",
+    "megatron-0.18": "megatron_args.py",
+    "megatron-0.16": "megatron_read.py",
+    "megatron-bridge": "bridge_read.py",
+}
+
+
+def asked(engine: str, cases: list[dict[str, Any]], folder: Path, *words: str) -> Any:
     """What the engine's reader says of each case, in the engine's own environment."""
     python = environment(engine)
-    script = {"megatron": "megatron_read.py", "megatron-bridge": "bridge_read.py"}
-    reader = Path(__file__).with_name(script.get(engine, "titan_read.py"))
+    reader = Path(__file__).with_name(READERS.get(engine, "titan_read.py"))
     done = subprocess.run(
-        [python, reader], input=json.dumps(cases), capture_output=True, text=True, check=False,
-        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [python, reader, *words],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

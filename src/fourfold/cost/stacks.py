@@ -68,6 +68,9 @@ class EngineRules:
     # Experts are cut over tp where ep is 1, and never where it is more.
     experts_follow_tp: bool = False
     predicts_further: bool = False  # trains layers that predict further tokens (mtp)
+    whole_graphs: bool = True  # records the micro batches of a step as one CUDA graph
+    # ... of one length, and with experts whose rows are never counted by the host.
+    static_graphs: bool = False
     is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
 
 
@@ -129,7 +132,8 @@ class StackDefaults:
 class ExportEngine:
     """An engine that settings are written for. `package`: its distribution's name; `before`: the
     newer one, which comes first where both can run a layout; `on_demand`: named only where somebody
-    asks for it; `older_flags`: names of flags that the newest release has renamed, as they were."""
+    asks for it; `older_flags`: names of flags that the newest release has renamed, as they were;
+    `plain_queries`: latent attention leaves queries without a norm where it has none."""
 
     name: str
     stack: str
@@ -140,6 +144,7 @@ class ExportEngine:
     before: str = ""
     on_demand: bool = False
     older_flags: dict[str, str] = field(default_factory=dict)
+    plain_queries: bool = True
 
 
 def _read(cls: type[T], tables: dict[str, Any], known: dict[str, T]) -> dict[str, T]:

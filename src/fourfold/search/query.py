@@ -152,8 +152,15 @@ def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
 
 
 # Fields of a policy in which engines differ where the user decides nothing.
-_HABITS = ("sequence_parallel", "compile", "attention", "grad_dtype", "reduce_dtype",
-           "dispatcher")  # fmt: skip
+_HABITS = (
+    "sequence_parallel",
+    "compile",
+    "attention",
+    "grad_dtype",
+    "reduce_dtype",
+    "dispatcher",
+    "overlap_exchange",
+)
 
 
 def usual_policy(

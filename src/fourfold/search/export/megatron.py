@@ -77,7 +77,13 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "policy.attention": tuple(_ATTENTION),
     "policy.grad_dtype": (None, "bf16", "fp32"),
     "policy.reduce_dtype": (None, "bf16", "fp32"),
+    "policy.cuda_graph": (),
     "batch.ramp": (),
+}
+_STEP_GRAPH: Flags = {
+    "--cuda-graph-impl": "full_iteration",
+    "--te-rng-tracker": None,
+    "--no-check-for-nan-in-loss-and-grad": None,
 }
 # GPUs from which on its tensor-parallel streams need no single queue.
 _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
@@ -87,6 +93,9 @@ def check(model: ModelShape, engine: ExportEngine) -> None:
     check_model(engine.name, model, _MODELS if engine.before else _MODELS | _RECENT)
     _check_biases(model)
     _check_window(model)
+    if model.latent and not model.latent.q_rank and not engine.plain_queries:
+        hint = "a rank of compressed queries, or --export megatron-0.16 (0.18.2 takes it, too)"
+        raise no_setting(engine.name, "model.latent.q_rank", "none", hint)
     if model.moe:
         check_experts(model, model.moe)
     check_positions(model, engine)
@@ -115,6 +124,8 @@ def package(setup: Setup, engine: ExportEngine) -> Package:
     flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
     if setup.model.moe:
         flags |= expert_flags(setup, setup.model.moe)
+    if setup.policy.cuda_graph:
+        flags |= _STEP_GRAPH
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
     # As the recipes behind its seconds: a fused loss (Transformer Engine's own is refused since
@@ -296,10 +307,15 @@ def _recompute(policy: Policy) -> Flags:
 
 
 def _environment(setup: Setup) -> dict[str, str]:
-    """It demands one queue for tensor and context parallelism, and several for its FSDP."""
+    """It demands one queue for tensor and context parallelism and several for its FSDP; its recipes
+    have many where they hide the exchange of tokens."""
     layout, queues = setup.layout, ""
     if setup.policy.zero >= 2:
         queues = "8"
+    elif setup.policy.overlap_exchange:
+        queues = "32"
     elif (layout.tp > 1 or layout.cp > 1) and not setup.device.startswith(_BLACKWELL):
         queues = "1"
-    return ({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}) | setup.env
+    kernels = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
+    graph = kernels if setup.policy.cuda_graph and setup.model.moe else {}
+    return ({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}) | graph | setup.env

@@ -12,7 +12,7 @@ from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 
-CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
+CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",), "policy.cuda_graph": (False,)}
 
 _LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-modules")
 

@@ -23,6 +23,17 @@ _GRAPHS: Flags = {
     "--cuda-graph-modules": "attn moe_router moe_preprocess",
     "--te-rng-tracker": None,
 }
+# Buffers of a fixed size, as the recipes of whole-step graphs have them (Megatron-Bridge 0.6.2).
+_ROOM = 1.5
+_FIXED_ROWS: Flags = {
+    "--moe-expert-rank-capacity-factor": _ROOM,
+    "--moe-paged-stash": None,
+    "--moe-paged-stash-buffer-size-factor-cuda": 1.2,
+    "--moe-paged-stash-buffer-size-factor-cpu": 1.0,
+    "--moe-pad-experts-for-cuda-graph-inference": None,
+    "--use-transformer-engine-op-fuser": None,
+    "--moe-mlp-glu-interleave-size": 32,
+}
 # Recompute whose parts lie around those graphs.
 _AROUND_GRAPHS = ("full", "block", "moe")
 
@@ -80,6 +91,8 @@ def expert_flags(setup: Setup, moe: Moe) -> Flags:
         flags["--moe-router-force-load-balancing"] = None
     if setup.policy.overlap_exchange:
         flags |= _overlap(setup)
+    if setup.policy.cuda_graph:
+        return flags | _FIXED_ROWS
     return flags | (_GRAPHS if _graphed(setup) else {})
 
 
@@ -156,5 +169,10 @@ def about_experts(setup: Setup, moe: Moe) -> Iterator[str]:
         yield "the balancing loss counts tokens of the global batch so far (global_aux_loss)"
     if moe.capacity:
         yield "its capacity is counted over the tokens of a rank's micro batch, not of a sequence"
-    if setup.defaults.graphs_experts and not _graphed(setup):
+    if setup.policy.cuda_graph:
+        yield (
+            f"ranks have room for {_ROOM:g} times their mean of tokens; a step that needs more runs"
+            " again without its graph"
+        )
+    elif setup.defaults.graphs_experts and not _graphed(setup):
         yield "router and attention run without the CUDA graphs that the seconds assume"

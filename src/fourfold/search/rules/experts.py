@@ -150,6 +150,37 @@ def _overlap_words(c: RuleCase) -> Words:
     return field, True, rule, f"{no_overlap}, or change that"
 
 
+def _graph_needs(c: RuleCase) -> Iterator[tuple[Truth, str]]:
+    """Yield what a step as one CUDA graph needs: (whether it is missing, words)."""
+    yield len(c.batch_sizes) > 1, "one global batch size"
+    if c.model.moe is not None:
+        narrow = c.policy.dtypes.compute == "fp4" or (
+            c.policy.dtypes.compute == "fp8" and c.policy.scaling_kind == "mx"
+        )
+        yield not narrow, "precision = mxfp8 or fp4"
+        yield c.dispatcher != "hybridep", "dispatcher = hybridep"
+        yield c.model.moe.capacity > 0, "experts that drop no tokens"
+        yield c.ep == 1, "ep above 1"
+        yield c.etp > 1, "etp = 1"
+
+
+def _graph(c: RuleCase) -> Truth:
+    if not c.policy.cuda_graph:
+        return False
+    if not c.stack.whole_graphs:
+        return True
+    return c.stack.static_graphs and any_of(is_missing for is_missing, _ in _graph_needs(c))
+
+
+def _graph_words(c: RuleCase) -> Words:
+    field, no_graph = "policy.cuda_graph", "use cuda_graph = false"
+    if not c.stack.whole_graphs:
+        return field, True, f"is not supported by {c.stack.name}", no_graph
+    needs = " and ".join(words for is_missing, words in _graph_needs(c) if is_missing)
+    rule = f"records a step as one CUDA graph, which needs {needs} with {c.stack.name}"
+    return field, True, rule, f"{no_graph}, or change that"
+
+
 RULES = (
     Rule("expert-dense", _expert_dense, _expert_dense_words),
     divides("experts", "ep", "experts"),
@@ -160,4 +191,5 @@ RULES = (
     Rule("moe-tp", _moe_tp, _moe_tp_words),
     Rule("dispatcher", _dispatcher, _dispatcher_words),
     Rule("overlap", _overlap, _overlap_words),
+    Rule("graph", _graph, _graph_words),
 )
