@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fourfold
+from fourfold.cost.fit.calibration import MEASURED
 from fourfold.cost.memory.peak import REFUSED, SURE, memory, memory_bounds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
@@ -279,10 +280,30 @@ def test_without_an_engine_the_best_of_each_stands_side_by_side() -> None:
         "megatron", "torchtitan", "accelerate", "deepspeed", "fourfold"
     }  # fmt: skip
     best = {one.engine: one.row for one in answer.engines}
-    assert best["megatron"] == answer.best
+    assert best["megatron"] == answer.best == answer.engines[0].row
     named = plan(replace(request, stack="torchtitan", top=1)).best
     assert best["torchtitan"] == named
     assert "The best of each engine" in "\n".join(map(str, page(answer)))
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "gpus"),
+    [("mixtral-8x7b", {"gpu": "h100-80gb"}, 32), ("llama-3.1-70b", {"cluster": "nvidia-h100"}, 64),
+     ("mpt-7b", {"cluster": "mosaic-a100"}, 8)],
+)  # fmt: skip
+def test_engines_table_starts_with_the_plan_and_says_what_keeps_faster_ones_back(
+    model: str, machines: dict[str, str], gpus: int
+) -> None:
+    request = PlanRequest(
+        model=model, gpus=gpus, seq_len=2048, global_batch=256, top=1, **machines
+    )  # fmt: skip
+    answer = plan(request)
+    first, *others = [one for one in answer.engines if one.row is not None]
+    assert first.row == answer.best is not None
+    for one in others:
+        assert one.row is not None
+        assert (one.held_back != "") == (one.row.step_s < answer.best.step_s)
+        assert one.held_back != "estimated" or one.row.provenance not in MEASURED
 
 
 def test_a_cluster_like_one_of_the_catalogue_is_priced_like_it() -> None:

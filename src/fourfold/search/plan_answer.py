@@ -157,12 +157,14 @@ class CalibrationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBest:
-    """What one engine would do: its first choice, or the `reason` why there is none."""
+    """What one engine would do: its first choice, or the `reason` why there is none. `held_back`:
+    why the plan is not for it although it is faster; '' where it is not."""
 
     engine: str  # as --stack and --export have it
     stack: str = ""  # whose measured runs its seconds come from
     row: PlanRow | None = None
     reason: str = ""
+    held_back: str = ""
 
     @property
     def choice(self) -> EngineChoice:
@@ -172,7 +174,7 @@ class EngineBest:
         if row is None:
             return EngineChoice(**own)
         own |= {"layout": str(row), "sharding": row.policy.sharding}
-        own |= {"recompute": row.policy.recompute}
+        own |= {"recompute": row.policy.recompute, "held_back": self.held_back}
         names = {field.name for field in fields(EngineChoice)} - {*own}
         return EngineChoice(**own, **{name: getattr(row, name) for name in names})
 
@@ -195,6 +197,7 @@ class EngineChoice:
     tokens_s_gpu: float | None = None
     mfu_pct: float | None = None
     provenance: str | None = None
+    held_back: str = ""
     reason: str = ""
 
 

@@ -10,7 +10,13 @@ from fourfold.show.table import Column, Grid, Part, named, table
 from fourfold.units import counted, short_s
 
 if TYPE_CHECKING:
-    from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow, RounderBatch
+    from fourfold.search.plan_answer import (
+        Alternative,
+        EngineBest,
+        PlanAnswer,
+        PlanRow,
+        RounderBatch,
+    )
 
 GIB = 2**30
 REMARKS, COLUMNS = 5, 100
@@ -56,12 +62,21 @@ def _engines(plan: PlanAnswer) -> Iterable[Part]:
         *named("recompute=row.policy.recompute", "s/step=row.step_s:short"),
         ("s 80%", lambda one: f"{short_s(one.row.step_s_low)}-{short_s(one.row.step_s_high)}"),
         *named("fits=row.fit_chance:.0%"),
+        ("vs #1", lambda one: _engine_against(one, best[0])),
         *([dated] if any(one.row.training_s for one in best if one.row) else ()),
     )
     for one in plan.engines:
         if one.row is None:
             yield f"{one.engine}: {one.reason}"
     yield ""
+
+
+def _engine_against(engine: EngineBest, first: EngineBest) -> str:
+    """Return seconds against the engine that the plan is for, and what keeps a faster one back."""
+    if engine.row is None or first.row is None or engine is first:
+        return "-"
+    more = f"{100 * (engine.row.step_s / first.row.step_s - 1):+.1f}%"
+    return f"{more} {engine.held_back}".strip()
 
 
 def _sentence(plan: PlanAnswer, row: PlanRow) -> str:

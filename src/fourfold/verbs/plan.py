@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.experts import imbalance
+from fourfold.cost.fit.calibration import MEASURED
 from fourfold.cost.schedule import Timeline
+from fourfold.cost.stacks import stack_rules
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
@@ -24,6 +26,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer, best_row
 from fourfold.search.assumed import assumed
+from fourfold.search.choice import TIE
 from fourfold.search.compare import best_of
 from fourfold.search.explain import (
     Explanation,
@@ -198,8 +201,9 @@ def _engines(
     ours: Callable[[], EngineBest] | None,
     on_event: OnEvent,
 ) -> tuple[EngineBest, ...]:
-    """The best of each engine on as many GPUs, the fastest of those that are likely to fit first.
-    `ours`: that of our own, where another process looks for it."""
+    """Return the best of each engine on as many GPUs: first the one that the plan is for, then
+    those that are likely to fit by seconds. `ours`: that of our own, where another process looks
+    for it."""
     found = []
     for engine in EXPORTED:
         on_event(Event(f"best layout of {engine}", "progress"))
@@ -208,13 +212,31 @@ def _engines(
         else:
             found.append(engine_best(request, engine, first.gpus, first))
 
-    def place(one: EngineBest) -> tuple[bool, bool, float]:
+    if first.best is not None and not any(one.row is first.best for one in found):
+        found.append(EngineBest(engine=first.stack, stack=first.stack, row=first.best))
+
+    def place(one: EngineBest) -> tuple[bool, bool, bool, float]:
         row = one.row
         if row is None:
-            return True, True, 0.0
-        return False, row.fit_chance < 1.0 - request.risk, row.step_s
+            return True, True, True, 0.0
+        is_other = row is not first.best
+        return False, is_other, row.fit_chance < 1.0 - request.risk, row.step_s
 
+    found = [replace(one, held_back=_engine_held_back(one.row, first)) for one in found]
     return tuple(sorted(found, key=place))
+
+
+def _engine_held_back(row: PlanRow | None, first: PlanAnswer) -> str:
+    """Return why a plan is not for the engine of a row that is faster than its first choice."""
+    if row is None or first.best is None or row.step_s >= first.best.step_s:
+        return ""
+    if row.fit_chance < 1.0 - first.risk:
+        return "risky"
+    if not row.exported and first.best.exported:
+        return "no export"
+    if row.provenance not in MEASURED:
+        return "estimated"
+    return "a tie" if first.best.step_s <= (1.0 + TIE) * row.step_s else "not asked for"
 
 
 def engine_best(
@@ -223,12 +245,18 @@ def engine_best(
     """`first`: an answer for all, which may be this engine's."""
     try:
         query, _ = resolved(replace(request, stack=engine))
-        if first is not None and query.stack == first.stack and query.release:
+        if first is not None and _is_for(first, query):
             return EngineBest(engine=engine, stack=first.stack, row=first.best)
         row, why = best_row(rank_layouts(replace(query, gpus=gpus), least=1))
         return EngineBest(engine=engine, stack=query.stack, row=row, reason=why)
     except UserError as error:
         return EngineBest(engine=engine, reason=str(error))
+
+
+def _is_for(first: PlanAnswer, query: PlanQuery) -> bool:
+    """Return whether a plan's first choice is one of the query's engine, which --export writes."""
+    has_rules = stack_rules(query.stack).name == stack_rules(first.stack).name
+    return has_rules and first.best is not None and first.best.exported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ ELSEWHERE, NOWHERE, ROUTED = 0.08, 0.11, 1.8
 # What a prediction rests on: runs of this stack on this machine; on one like it, or of other sizes;
 # of this engine elsewhere, or of others on this generation of GPU; formulas and data sheets.
 Provenance = Literal["measured", "near", "blended", "physics"]
+MEASURED = ("measured", "near")  # of these, those that rest on runs of the engine itself
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
 
