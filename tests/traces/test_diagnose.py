@@ -152,6 +152,7 @@ def test_trace_without_shapes_or_groups_has_no_empty_numbers(tmp_path: Path) -> 
     assert "token" not in causes["launch-bound: tiny work"]
     assert "does not name their process group" in causes["exposed communication: all-gather"]
     assert not any("unknown" in row.name for row in found.rows_of)
+    assert found.scope.startswith("no expected step: the trace has no shapes of operators")
 
 
 def test_pass_without_gradients_has_parts_and_no_expectation(tmp_path: Path) -> None:

@@ -125,8 +125,10 @@ class Diagnosis(Answer):
             return f"no {' and no '.join(found.lacks)}: parts and waits only"
         if found.linked.on_host or found.is_graphed or found.spec is not None:
             return ""
-        missing = " and ".join(n.replace("_", " ") for n in NEEDED if n not in found.settings)
+        missing = ", ".join(n.replace("_", " ") for n in NEEDED if n not in found.settings)
         why = f"the trace does not show {missing}" if missing else "these sizes make no model"
+        if not found.placed.weighed:
+            why = "the trace has no shapes of operators"
         return f"no expected step: {why}; --spec or --log gives the run"
 
     @property
