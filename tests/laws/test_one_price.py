@@ -12,11 +12,13 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
 import fourfold
+from fourfold.agents.tools import TOOLS
 from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
@@ -36,9 +38,11 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, running_schedule
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
+from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
+from tests.logs import written
 from tests.page.serving import serving
 from tests.search.asking import SHIPPED, ask
 from tests.specs import run_spec
@@ -282,6 +286,21 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         assert [*map(bare, alone)] == [ranking.predicted.one(i) for i in range(len(ranking))]
 
 
+@pytest.fixture(scope="module")
+def planner() -> Iterator[str]:
+    """The address of a served one."""
+    with serving() as address:
+        yield address
+
+
+def _asked(address: str) -> tuple[str, bool]:
+    try:
+        with urllib.request.urlopen(address) as answered:
+            return answered.read().decode(), False
+    except urllib.error.HTTPError as refusal:
+        return refusal.read().decode(), True
+
+
 # Spellings of engines on this cluster, and the measured stack that each stands for there.
 SPELLINGS = {
     "megatron": "megatron-bridge-2026",
@@ -290,7 +309,7 @@ SPELLINGS = {
     "megatron-bridge-2026": "megatron-bridge-2026",
     "Megatron-Bridge-2026": "megatron-bridge-2026",
     "megatron-bridge-2025": "megatron-bridge-2025",
-    "megatron-lm": "megatron-lm-2025",
+    "Megatron-LM": "megatron-lm-2025",
     "megatron-lm-2025": "megatron-lm-2025",
     "nemo": "nemo-2025",
     "nemo-2025": "nemo-2025",
@@ -307,19 +326,157 @@ def _spelled(stack: str) -> tuple[PlanRequest, RunSpec]:
     return request, run_spec("llama-3.1-8b", Layout(shard=8, tp=2), **sizes)
 
 
-def test_plan_and_predict_agree_bit_for_bit_however_an_engine_is_spelt() -> None:
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("megatron", "megatron-bridge-2026", "Megatron-LM"),
+        pytest.param(tuple(SPELLINGS), marks=pytest.mark.slow),
+    ],
+)
+def test_plan_and_predict_agree_bit_for_bit_however_an_engine_is_spelt(
+    tmp_path: Path, planner: str, spellings: tuple[str, ...]
+) -> None:
     prices: dict[str, set[tuple[float, float]]] = {}
-    for stack, stands_for in SPELLINGS.items():
+    for number, stack in enumerate(spellings):
+        stands_for = SPELLINGS[stack]
         request, run = _spelled(stack)
         best = fourfold.plan(request).best
         row = fourfold.explain(request, best.layout).explanation.row
-        alone = fourfold.predict(run, stack, cluster="nvidia-h100")
-        again = fourfold.predict(
-            replace(run, policy=best.policy), stands_for, cluster="nvidia-h100"
+        stated = replace(run, policy=best.policy)
+        predicted = (
+            fourfold.predict(run, stack, cluster="nvidia-h100"),
+            fourfold.predict(stated, stands_for, cluster="nvidia-h100"),
         )
         found = prices.setdefault(stands_for, set())
-        found |= {(one.step_s, one.peak_bytes) for one in (best, row, alone, again)}
+        found |= {(one.step_s, one.peak_bytes) for one in (best, row, *predicted)}
+        found |= {*_of_agents(request)}
+        found |= {_of_page(planner, request), _of_log(stack, tmp_path / str(number))}
+        calendar = fourfold.calendar(CalendarRequest(plan=replace(request, tokens=10**12)))
+        assert {step_s for point in calendar.points for step_s in point.step_s} == {best.step_s}
     assert {stack: len(found) for stack, found in prices.items()} == dict.fromkeys(prices, 1)
+
+
+def _of_agents(request: PlanRequest) -> Iterator[tuple[float, float]]:
+    """The price in answers of the tools of agents."""
+    names = (
+        "model",
+        "cluster",
+        "gpus",
+        "layout",
+        "seq_len",
+        "global_batch",
+        "micro_batch",
+        "policy",
+        "stack",
+    )
+    asked = {name: getattr(request, name) for name in names}
+    batch = {name: asked.pop(name) for name in ("seq_len", "global_batch", "micro_batch")}
+    run = {name: asked.pop(name) for name in ("model", "gpus", "layout", "policy")}
+    machine = asked | {"runs": [run | {"batch": batch}]}
+    yield _price_of(TOOLS["predict"].call(machine)["runs"][0])
+    yield _price_of(TOOLS["plan"].call(asked | run | batch)["ranked"][0])
+    explained = TOOLS["explain"].call(
+        asked | run | batch | {"layout": "", "explain": run["layout"]}
+    )
+    yield _price_of(explained["row"])
+
+
+def _price_of(answer: dict[str, Any]) -> tuple[float, float]:
+    return answer["step_s"], answer["peak_bytes"]
+
+
+def _of_page(address: str, request: PlanRequest) -> tuple[float, float]:
+    names = (
+        "model",
+        "cluster",
+        "gpus",
+        "layout",
+        "seq_len",
+        "global_batch",
+        "micro_batch",
+        "stack",
+    )
+    asked = {name: getattr(request, name) for name in names} | {"full": "1", "sharding": "zero1"}
+    text, is_refused = _asked(f"{address}plan?{urlencode(asked)}")
+    assert not is_refused, text
+    block = re.search(r'id="plan-data">(.*?)</script>', text)
+    assert block is not None, text
+    return _price_of(json.loads(block[1])["rows"][0])
+
+
+def _of_log(stack: str, folder: Path) -> tuple[float, float]:
+    """The price of the run by its Megatron log: read into a row, which is predicted."""
+    folder.mkdir()
+    model = catalog.model("llama-3.1-8b")
+    cells = {name: str(value) for name, value in model_columns(model).items()} | {
+        "n_gpus": "16",
+        "dp": "8",
+        "tp": "2",
+        "pp": "1",
+        "cp": "1",
+        "sharding": "zero1",
+        "seq_len": "4096",
+        "mbs": "1",
+        "gbs": "128",
+        "precision": "bf16",
+        "act_ckpt": "none",
+        "attention": "flash",
+        "sequence_parallel": "1",
+        "status": "ok",
+        "step_s": "3.4",
+        "mem_gb": "60",
+    }
+    said = {"accumulate_allreduce_grads_in_fp32": "True", "cuda_graph_impl": "none"}
+    log = folder / "train.log"
+    log.write_text(written.told(said, written.megatron(cells, deepspeed=False)))
+    rows = folder / "rows.csv"
+    own = {"stack": stack, "cluster": "nvidia-h100", "out": str(rows)}
+    (row,) = fourfold.collect(fourfold.CollectRequest(logs=(str(log),), **own)).rows_read
+    assert (row["grad_dtype"], row["cuda_graph"]) == ("fp32", "none")
+    answers = fourfold.predict_table(str(rows)).answers
+    return answers.step_s[0], answers.worst_gb[0] * 2**30
+
+
+def test_table_row_without_gradient_dtype_has_the_habit_and_names_it(tmp_path: Path) -> None:
+    run = _spelled("megatron")[1]
+    narrow = replace(run, policy=replace(run.policy, grad_dtype="bf16", reduce_dtype="bf16"))
+    wanted = fourfold.predict(narrow, "megatron", cluster="nvidia-h100")
+    model = model_columns(catalog.model("llama-3.1-8b"))
+    cells = (
+        model
+        | run.layout.sizes
+        | {
+            "row_id": "a",
+            "stack": "megatron",
+            "cluster": "nvidia-h100",
+            "hardware": "h100-80gb",
+            "n_gpus": 16,
+            "seq_len": 4096,
+            "mbs": 1,
+            "gbs": 128,
+            "precision": "bf16",
+            "vpp": 1,
+            "sharding": "zero1",
+            "sequence_parallel": 1,
+            "act_ckpt": "none",
+        }
+    )
+    path = tmp_path / "rows.csv"
+    lines = [[*cells], [*map(str, cells.values())]]
+    path.write_text(csv_text(lines))
+    answers = fourfold.predict_table(str(path)).answers
+    assert (answers.step_s[0], answers.worst_gb[0] * 2**30) == (wanted.step_s, wanted.peak_bytes)
+    said = "stack megatron read as megatron-bridge-2026; gradients bf16"
+    assert answers.reasons[0].startswith(said)
+    path.write_text(csv_text([*lines, lines[1]]))
+    with pytest.raises(UserError, match=r"row_id a names lines 2 and 3 of .*rows.csv; give each"):
+        fourfold.predict_table(str(path))
+    released = [[*cells, "engine_release"], [*lines[1], "25.09"]]
+    path.write_text(csv_text(released))
+    older = fourfold.predict(narrow, "megatron-bridge-2025", cluster="nvidia-h100")
+    released[1][released[0].index("stack")] = "megatron-bridge"
+    path.write_text(csv_text(released))
+    assert fourfold.predict_table(str(path)).answers.step_s[0] == older.step_s
 
 
 def test_predict_takes_a_gpu_as_plan_does_and_asks_for_a_machine() -> None:
@@ -478,21 +635,6 @@ def require_equal_table(seed: int, count: int, folder: Path) -> set[str]:
 def test_filled_rows_of_a_table_and_explain_agree_bit_for_bit(tmp_path: Path, count: int) -> None:
     engines = require_equal_table(count, count, tmp_path)
     assert count < 200 or engines == {*_ENGINES}
-
-
-@pytest.fixture(scope="module")
-def planner() -> Iterator[str]:
-    """The address of a served one."""
-    with serving() as address:
-        yield address
-
-
-def _asked(address: str) -> tuple[str, bool]:
-    try:
-        with urllib.request.urlopen(address) as answered:
-            return answered.read().decode(), False
-    except urllib.error.HTTPError as refusal:
-        return refusal.read().decode(), True
 
 
 def require_equal_served(address: str, seed: int) -> None:
