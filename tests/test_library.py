@@ -264,6 +264,12 @@ def test_calls_that_look_right_work_or_name_their_remedy() -> None:
         fourfold.CalendarRequest(modle="llama-3.1-8b")
     with pytest.raises(UserError, match=r"trace none\.json"):
         fourfold.diagnose(fourfold.DiagnoseRequest(traces=["none.json"]))
+    advice = fourfold.AdviseRequest(model="llama-3.1-8b", gpu="h100-80gb", layout="pp4 tp2 mbs2")
+    assert (advice.tp, advice.ep, advice.micro_batch) == (2, None, 2)
+    with pytest.raises(UserError, match="tp=4 contradicts layout = tp2; omit one"):
+        fourfold.AdviseRequest(gpu="h100-80gb", hidden=4096, layout="tp2", tp=4)
+    shapes = fourfold.AdviseRequest(params="8B", tokens="1T", gpus=64, gpu="h100-80gb")
+    assert fourfold.advise(shapes).gpus == 64
     dated = fourfold.CalendarRequest(plan=plan, gpus=16, tokens="2T")
     assert (dated.plan.gpus, dated.plan.tokens) == (16, 2 * 10**12)
 

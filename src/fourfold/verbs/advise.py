@@ -17,7 +17,7 @@ from fourfold.search.advise_experts import expert_advice
 from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import match_stack
-from fourfold.spec import Cluster, Device, ModelShape, catalog, check, codec, words
+from fourfold.spec import Cluster, Device, Layout, ModelShape, catalog, check, codec, words
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
 from fourfold.verbs import Answer, Request
@@ -26,6 +26,24 @@ from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import CALIBRATION, Count, PlanRequest, Size
 
 
+def _of_layout(given: dict[str, Any]) -> dict[str, Any]:
+    """Return an AdviseRequest's fields of keywords with a `layout`: what of it sizes depend on."""
+    layout = given.get("layout")
+    rest = {name: value for name, value in given.items() if name != "layout"}
+    if layout is None:
+        return rest
+    axes, fields = words.split_layout(str(layout))
+    sizes = Layout.parse(axes).sizes
+    taken = {name: size for name in ("tp", "ep") if (size := sizes[name]) > 1}
+    if "batch.micro_batch" in fields:
+        taken["micro_batch"] = fields["batch.micro_batch"]
+    for name, value in taken.items():
+        rule = f"contradicts layout = {layout}"
+        check.that(rest.get(name) in (None, value), name, rest.get(name), rule, "omit one of them")
+    return rest | taken
+
+
+@codec.takes_more(_of_layout, lambda: ("layout",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviseRequest(Request):
     """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
@@ -47,7 +65,8 @@ class AdviseRequest(Request):
     tp: Size | None = flag("tensor-parallel size (default 1)", "N")
     micro_batch: Size | None = flag("sequences per micro batch (default 1)", "N")
     seq_len: Size | None = flag("sequence length in tokens (default 2048)", "N")
-    max_nodes: Size | None = flag("at most N hosts, for --params", "N")
+    gpus: Size | None = flag("number of GPUs, for --params", "N")
+    max_nodes: Size | None = flag("at most N hosts, for --params", "N", rare=True)
     global_batch: Size | None = flag("sequences per step, for --params (default 2048)", "N")
     params: Count | None = flag("compare model shapes of about P parameters, such as 30B", "P")
     tokens: Count | None = flag("training tokens for --params, such as 1T", "T")
@@ -108,7 +127,7 @@ _OF_ONE_LAYER = (
     "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "top_k", "ep",
     "micro_batch", "attention",
 )  # fmt: skip
-_OF_PARAMS = ("max_nodes", "global_batch", "tokens")
+_OF_PARAMS = ("gpus", "max_nodes", "global_batch", "tokens")
 
 
 def _sizes(request: AdviseRequest) -> Advice:
@@ -265,6 +284,7 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
         policy={"precision": request.precision},
         cluster=request.cluster,
         gpu=request.gpu,
+        gpus=request.gpus,
         stack=request.stack,
         calibration=request.calibration,
         max_nodes=request.max_nodes,

@@ -45,6 +45,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
         mask &= (peak_bytes < peak_bytes[best] - step).reshape(mask.shape)
     points = space.points(np.array(front, dtype=np.intp))
     points["peak_bytes"] = peak_bytes[front]
+    points["tied"] = np.zeros(len(front), dtype=bool)  # each differs in bytes
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
     points["fit_chance"] = predicted.fits
     return replace(ranking, points=points, predicted=predicted, held_back={})
