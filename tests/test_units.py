@@ -10,8 +10,10 @@ from fourfold.units import (
     bytes_from,
     bytes_per_s_from,
     days_from,
+    number_from,
     price_from,
     seconds_from,
+    share_from,
     three_digits,
 )
 
@@ -57,3 +59,9 @@ def test_budgets_and_times_in_words_are_read() -> None:
     for text in ("$", "dollars", "2,5"):
         with pytest.raises(UserError, match="is not a number"):
             price_from(text)
+
+
+@pytest.mark.parametrize("read", [number_from, share_from, price_from])
+def test_digits_of_other_scripts_are_no_numbers(read) -> None:
+    with pytest.raises(UserError, match="is not a"):
+        read("\u0661\u0662")

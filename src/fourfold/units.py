@@ -98,11 +98,8 @@ def count_from(text: str) -> int:
 
 def share_from(text: str) -> float:
     """'10%' or '0.1' -> 0.1."""
-    number = text.strip().removesuffix("%")
-    try:
-        share = float(number) / (100.0 if text.strip().endswith("%") else 1.0)
-    except ValueError:
-        share = math.nan
+    number = plain_float(text.strip().removesuffix("%"))
+    share = number / (100.0 if text.strip().endswith("%") else 1.0)
     if not 0.0 <= share <= 1.0:
         raise UserError("is not a share", value=text, hint="write it as 10% or 0.1")
     return share
@@ -119,10 +116,10 @@ def plain_float(text: str) -> float:
 
 def number_from(text: str) -> float:
     """85144.5, or 3.2M with the letters of a count."""
-    try:
-        return float(text)
-    except ValueError:
-        return float(_count(text, _THOUSANDS, "2.5, or 3.2M for 3.2e6"))
+    number = plain_float(text)
+    if not math.isnan(number):
+        return number
+    return float(_count(text, _THOUSANDS, "2.5, or 3.2M for 3.2e6"))
 
 
 def price_from(text: str) -> float:
