@@ -43,7 +43,7 @@ from megatron.training.training import (  # noqa: E402
     get_megatron_ddp_config,
     get_megatron_optimizer_config,
 )
-from megatron_read import experts, parameters, stages  # noqa: E402
+from megatron_read import experts, groups, parameters, stages  # noqa: E402
 from packaging.version import Version  # noqa: E402
 
 # Kernels of Transformer Engine whose names must be there.
@@ -142,6 +142,7 @@ def validated(case: dict[str, Any], args: list[str]) -> tuple[Any, Any, Any]:
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     found, config, ddp = validated(case, case["args"])
     about = dict(asked)
+    groups(1)
     dp, ramp = found.data_parallel_size, found.rampup_batch_size
     size, micro = found.global_batch_size, found.micro_batch_size
     destroy_num_microbatches_calculator()

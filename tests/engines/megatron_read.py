@@ -175,7 +175,7 @@ def parameters(config: TransformerConfig, vocab: int, length: int, kind: str, ti
     are built, and counted as often as they come."""
     latent = LATENT if isinstance(config, MLATransformerConfig) else ()
     shape = tuple((name, getattr(config, name)) for name in (*SHAPE, *latent))
-    common = (vocab, length, kind, tied)
+    common = (vocab, length, kind.replace("yarn", "rope"), tied)  # neither has weights
     routed = len(routed_layers(config))
     kinds = {0: config.num_layers - routed, 1: routed}
     found, used = 0, [kind for kind, count in kinds.items() if count]
@@ -192,7 +192,7 @@ SHAPE = (
     "num_query_groups", "normalization", "layernorm_epsilon", "gated_linear_unit",
     "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "bias_activation_fusion",
     "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_gate",
-    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "softmax_type",
 )  # fmt: skip
 LATENT = (
     "rope_type",

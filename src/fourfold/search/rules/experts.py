@@ -150,18 +150,15 @@ def _overlap_words(c: RuleCase) -> Words:
     return field, True, rule, f"{no_overlap}, or change that"
 
 
-def _graph_needs(c: RuleCase) -> Iterator[tuple[Truth, str]]:
-    """Yield what a step as one CUDA graph needs: (whether it is missing, words)."""
+def _graph_needs(c: RuleCase) -> Iterator[tuple[bool, str]]:
+    """Yield what a step as one CUDA graph needs in every layout: (whether it is missing, words)."""
     yield len(c.batch_sizes) > 1, "one global batch size"
     if c.model.moe is not None:
-        narrow = c.policy.dtypes.compute == "fp4" or (
-            c.policy.dtypes.compute == "fp8" and c.policy.scaling_kind == "mx"
-        )
-        yield not narrow, "precision = mxfp8 or fp4"
+        compute = c.policy.dtypes.compute
+        is_narrow = compute == "fp4" or (compute == "fp8" and c.policy.scaling_kind == "mx")
+        yield not is_narrow, "precision = mxfp8 or fp4"
         yield c.dispatcher != "hybridep", "dispatcher = hybridep"
         yield c.model.moe.capacity > 0, "experts that drop no tokens"
-        yield c.ep == 1, "ep above 1"
-        yield c.etp > 1, "etp = 1"
 
 
 def _graph(c: RuleCase) -> Truth:
@@ -169,15 +166,20 @@ def _graph(c: RuleCase) -> Truth:
         return False
     if not c.stack.whole_graphs:
         return True
-    return c.stack.static_graphs and any_of(is_missing for is_missing, _ in _graph_needs(c))
+    if not c.stack.static_graphs:
+        return False
+    if any(is_missing for is_missing, _ in _graph_needs(c)):
+        return True
+    return (c.model.moe is not None) & ((c.ep == 1) | (c.etp > 1))
 
 
 def _graph_words(c: RuleCase) -> Words:
     field, no_graph = "policy.cuda_graph", "use cuda_graph = false"
     if not c.stack.whole_graphs:
         return field, True, f"is not supported by {c.stack.name}", no_graph
-    needs = " and ".join(words for is_missing, words in _graph_needs(c) if is_missing)
-    rule = f"records a step as one CUDA graph, which needs {needs} with {c.stack.name}"
+    needs = [words for is_missing, words in _graph_needs(c) if is_missing]
+    needs = needs or ["ep above 1 with etp = 1"]
+    rule = f"records a step as one CUDA graph, which needs {' and '.join(needs)}"
     return field, True, rule, f"{no_graph}, or change that"
 
 
