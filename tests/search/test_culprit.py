@@ -49,7 +49,7 @@ def test_plan_refuses_a_policy_no_layout_changes(model: str, policy: dict, words
 
 def test_scaling_is_refused_by_the_gpu_that_lacks_it() -> None:
     policy = {"precision": "fp8", "scaling": "mx"}
-    with pytest.raises(UserError, match="needs FP4 tensor cores: h100-80gb has none"):
+    with pytest.raises(UserError, match="needs tensor cores with mx scales: h100-80gb has none"):
         plan(PlanRequest(model="llama-3.1-8b", policy=policy, **ASK))
     answer = plan(PlanRequest(model="llama-3.1-8b", policy=policy, **{**ASK, "gpu": "b300"}))
     assert answer.best is not None

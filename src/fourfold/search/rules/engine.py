@@ -80,7 +80,7 @@ def _scaling_words(c: RuleCase) -> Words:
         rule = f"has no effect on products in {compute}"
         return "policy.scaling", kind, rule, "use auto, or precision = fp8"
     if kind in c.stack.scalings and c.device is not None:
-        rule = f"needs {KINDS[kind].needs.upper()} tensor cores: {c.device.id} has none"
+        rule = f"needs tensor cores with {kind} scales: {c.device.id} has none"
         return "policy.scaling", kind, rule, f"use {', '.join(_scalings(c))}"
     return choice(c, "policy.scaling", kind, _scalings(c))
 
