@@ -170,6 +170,22 @@ def op(name: str, start: float, end: float, thread: int = 1) -> dict[str, Any]:
     return {"ph": "X", "cat": "cpu_op", "name": name, **times}
 
 
+def test_kernels_of_the_compiler_are_no_dispatch(tmp_path: Path) -> None:
+    """They run between the operators that the compiled function calls, Python outside of it."""
+    events: list[dict[str, Any]] = []
+    for step in range(3):
+        begin = 10_000.0 * step
+        events.append(op(f"ProfilerStep#{step}", begin, begin + 9000) | {"cat": "user_annotation"})
+        events.append(op("CompiledFunction", begin, begin + 5600))
+        events += [op("aten::mm", begin + 600 * i, begin + 600 * i + 200) for i in range(10)]
+        events += [op("aten::mul", begin + at, begin + at + 100) for at in (6300, 6700)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    spent = diagnosed(path).found.times[-1].parts
+    assert spent[parts.ELEMENTWISE] == pytest.approx(9 * 400e-6 + 2 * 100e-6)
+    assert spent[parts.LAUNCHES] == pytest.approx(700e-6 + 300e-6, rel=0.1)
+
+
 def test_operators_that_compute_stand_for_kernels(tmp_path: Path) -> None:
     """A product with the copy in it, what calls little beside its own work, and leaves; no frame
     of autograd, no operator that only calls others."""

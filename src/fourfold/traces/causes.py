@@ -103,7 +103,9 @@ def launches(case: TraceCase) -> Iterator[Cause]:
             f"{case.run.kernels:,.0f} operators of {1e6 * each:.0f} us a step; between them Python "
             "and the dispatcher"
         )
-        yield cause("dispatch", spent, evidence, parts.LAUNCHES, batches=batches)
+        compiler = "" if case.run.value("compile") else "torch.compile, "
+        words = {"compiler": compiler, "batches": batches}
+        yield cause("dispatch", spent, evidence, parts.LAUNCHES, **words)
         return
     tokens = case.run.shapes.tokens
     kind = "tiny" if each < 60e-6 else "launches"

@@ -135,6 +135,7 @@ _PAUSE_S = 1e-3
 _DATA_MARK = parts.pattern("data")
 
 
+_COMPILED = "CompiledFunction"  # and CompiledFunctionBackward
 _WaitKey = tuple[float, int, int]  # step, name and shape of the operator
 
 
@@ -151,6 +152,10 @@ class HostCalls:
         self._blocking = blocking[np.argsort(self.calls.end[blocking], kind="stable")]
         waits = [mark for mark in trace.marks if _DATA_MARK.search(mark.name)]
         self._waits = (np.array([m.start for m in waits]), np.array([m.end for m in waits]))
+        compiled = [i for i, text in enumerate(trace.texts) if text.startswith(_COMPILED)]
+        calls = np.flatnonzero(np.isin(trace.ops.name, compiled))
+        # On cores its kernels are no operators: they run between those that it calls.
+        self._compiled = _union(trace.ops.start[calls], trace.ops.end[calls])
         self._busy = _union(
             np.concatenate([trace.ops.start, trace.calls.start]),
             np.concatenate([trace.ops.end, trace.calls.end]),
@@ -222,6 +227,8 @@ class HostCalls:
         is_quiet = self.busy_share(start, end) < 0.5
         if is_quiet and self._in_data_mark(start, end):
             return parts.DATA, where
+        if _inside_s(*self._compiled, start, end) > 0.5 * (end - start):
+            return parts.ELEMENTWISE, "kernels that torch.compile made"
         if not is_quiet or end - start < _PAUSE_S:
             return parts.LAUNCHES, ""
         if self._is_first(kernel, step):
