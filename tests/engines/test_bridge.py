@@ -20,8 +20,11 @@ from fourfold.search import export
 from fourfold.search.export import megatron
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
 from fourfold.spec.hf.written import config_of
+from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
 from tests.engines.sampled import asked, sampled
 
 SAMPLES = Path(__file__).parent.parent / "samples" / "configs"
@@ -55,6 +58,34 @@ LEFT_TO_TE = {
     "transformer_config.__post_init__ 1.11.0": "experts in 8 bits, grouped",
     "transformer_config.__post_init__ 2.6.0.dev0": "norms and activations computed again in 8 bits",
 }
+
+
+# Beside what is drawn: model, layout, policy.
+STATED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("qwen3-30b-a3b", "dp16 ep8", {
+        "precision": "fp8", "scaling": "mx", "dispatcher": "hybridep", "cuda_graph": True}),
+    ("llama-3.1-8b", "dp8 tp2", {"cuda_graph": True}),
+    ("llama-3.1-8b", "dp8 tp2", {"precision": "fp8", "scaling": "delayed"}),
+    ("llama-3.1-8b", "dp8 tp2", {"precision": "fp8", "scaling": "block", "recompute": "norm+mlp"}),
+    ("qwen3-8b", "pp2 dp8", {"grad_dtype": "fp32", "overlap_grad_reduce": False}),
+    ("gpt-oss-120b", "pp4 dp8 cp2 ep8", {"cp_kind": "ulysses", "dispatcher": "alltoall"}),
+    ("gpt-oss-20b", "pp2 dp8 tp2 ep4", {"precision": "fp8", "recompute": "moe-act"}),
+)  # fmt: skip
+
+
+def stated() -> list[Setup]:
+    return [
+        Setup(
+            model=catalog.model(model),
+            layout=Layout.parse(layout),
+            batch=Batch(seq_len=4096, micro_batch=1, global_batch=64),
+            policy=Policy(**policy),
+            host_gpus=8,
+            stack="megatron",
+            device="h100-80gb",
+        )
+        for model, layout, policy in STATED
+    ]
 
 
 def hub_config(model: ModelShape) -> dict[str, Any]:
@@ -172,5 +203,5 @@ def compare(setups: list[Setup], folder: Path) -> set[str]:
 @pytest.mark.parametrize("count", [28, pytest.param(200, marks=pytest.mark.slow)])
 def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path) -> None:
     models = tuple(catalog.model(name) for name in RECIPES)
-    left = compare(sampled("megatron-bridge", count, models), tmp_path)
+    left = compare(sampled("megatron-bridge", count, models) + stated(), tmp_path)
     assert left <= {*LEFT_TO_TE}

@@ -121,7 +121,7 @@ def test_megatron_bridge_has_every_field_and_recipe() -> None:
     assert said["train.global_batch_size"] == "128"
     assert "llama31_8b_pretrain_config" in made.files["pretrain.py"]
     compile(made.files["pretrain.py"], "pretrain.py", "exec")
-    flags = ("--micro-batch-size", "2", "--recompute-modules", "layernorm", "mlp", "--hidden-size")
+    flags = ("--micro-batch-size", "2", "--recompute-modules", "layernorm", "mlp", "--qk-layernorm")
     assert {"train.micro_batch_size=2", "model.recompute_modules=[layernorm,mlp]"} <= {
         *megatron_bridge.overrides(flags)
     }

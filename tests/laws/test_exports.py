@@ -18,14 +18,20 @@ from fourfold.search.export import USUAL, runs_in, writers
 from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.question import SEARCHED, resolved
 from tests.sampling import examples
+from tests.specs import shape_of
 
-MODELS = (
-    "llama-3.1-8b", "llama-3.2-1b", "gpt-3-6.7b", "qwen2.5-7b", "gemma-2-2b", "nemotron-4-15b",
-    "mistral-7b", "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b", "deepseek-v2-lite",
-    "deepseek-v3", "gpt-oss-20b", "llama4-scout",
+DENSE: tuple[str | ModelShape, ...] = (
+    "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "gemma-2-2b", "nemotron-4-15b", "mistral-7b",
+    shape_of({"of": "mistral-7b", "name": "windowed", "window": 1024}),
+)  # fmt: skip
+EXPERTS: tuple[str | ModelShape, ...] = (
+    "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b", "deepseek-v2-lite", "deepseek-v3",
+    "gpt-oss-20b", "llama4-scout",
+    shape_of({"of": "mixtral-8x7b", "name": "drops", "moe": {"ffn": 14336, "capacity": 1.5}}),
 )  # fmt: skip
 # Values of every lever of a policy; those of experts are drawn for models with experts alone.
 LEVERS: dict[str, tuple[Any, ...]] = {
@@ -69,9 +75,9 @@ STACKS = (None, "megatron", "torchtitan", "accelerate", "deepspeed", "fourfold",
 
 def drawn(dice: Random) -> PlanRequest:
     """Return a question with a few levers set, most of them as nobody asks for them."""
-    model = dice.choice(MODELS)
+    model = dice.choice((*DENSE, *EXPERTS))
     levers = {**LEVERS}
-    has_experts = model in MODELS[7:]
+    has_experts = model in EXPERTS
     if has_experts:
         levers |= EXPERT_LEVERS | {"recompute": (*LEVERS["recompute"], *EXPERT_LEVERS["recompute"])}
     names = dice.sample(sorted(levers), dice.choice((0, 1, 1, 2, 3)))

@@ -65,6 +65,7 @@ class EngineRules:
     # combined-1f1b needs ep, virtual stages in a pipeline, and layers that are not recomputed.
     overlap_in_1f1b: bool = False
     not_with_experts: tuple[str, ...] = ()  # precisions and kinds of recompute
+    not_with_delayed: tuple[str, ...] = ()  # kinds of recompute, in fp8 with delayed scaling
     # Experts are cut over tp where ep is 1, and never where it is more.
     experts_follow_tp: bool = False
     predicts_further: bool = False  # trains layers that predict further tokens (mtp)

@@ -12,7 +12,7 @@ from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 
-CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",), "policy.cuda_graph": (False,)}
+CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
 
 _LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-modules")
 
@@ -74,11 +74,14 @@ def overrides(flags: tuple[str, ...], virtual_stages: int = 1) -> tuple[str, ...
             values.append(word)
     tables = _tables()
     found: dict[str, str] = dict(tables["otherwise"])
+    unsaid = {flag for flags in tables["unsaid"].values() for flag in flags}
     for name, values in said.items():
-        value = " ".join(values) or "true"
+        if name in unsaid:
+            continue
+        value = " ".join(values) or ("false" if name.startswith("--no-") else "true")
         if name in _LISTED:
             value = f"[{','.join(values)}]"
         elif "|" in value:  # else a word of Hydra's grammar
             value = f"'{value}'"
-        found |= dict.fromkeys(tables["fields"].get(name, "").split(), value)
+        found |= dict.fromkeys(tables["fields"][name].split(), value)
     return tuple(f"{name}={value}" for name, value in found.items())

@@ -166,7 +166,7 @@ def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
     )
     if lacking:
         hint = "--export accelerate or deepspeed, where the model is your script"
-        rule = f"needs {lacking}, which no model of {engine} runs"
+        rule = f"needs {lacking}, for which --export {engine} has no settings"
         raise UserError(rule, field="model", value=model.name, hint=f"use {hint}")
     rest = {name: values for name, values in choices.items() if name != "variants"}
     _check_choices(engine, "model.", model, {**_RARE, **rest})

@@ -106,16 +106,23 @@ def _axis_words(c: RuleCase) -> Words:
 
 
 def _supported(c: RuleCase, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of an engine's words that it runs with this model."""
-    lost = c.stack.not_with_experts if c.model.moe else ()
-    return tuple(word for word in words if word not in lost)
+    """Return those of an engine's words that it runs with this model and these scales."""
+    return tuple(word for word in words if not _lost(c, word))
+
+
+def _lost(c: RuleCase, word: str) -> str:
+    """Return beside what an engine does not run a word that it has; '' where it does."""
+    if c.model.moe and word in c.stack.not_with_experts:
+        return "for models with experts"
+    is_delayed = c.policy.precision == "fp8" and c.policy.scaling_kind == "delayed"
+    return "with delayed scaling" if is_delayed and word in c.stack.not_with_delayed else ""
 
 
 def _choice(c: RuleCase, field: str, value: str, words: tuple[str, ...]) -> Words:
-    """Return what to say of a word that the engine lacks, or lacks for models with experts."""
+    """Return what to say of a word that the engine lacks, or lacks beside another."""
     _, _, rule, hint = choice(c, field, value, _supported(c, words))
-    is_lost = c.model.moe is not None and value in c.stack.not_with_experts and value in words
-    return field, value, f"{rule} for models with experts" if is_lost else rule, hint
+    beside = _lost(c, value) if value in words else ""
+    return field, value, f"{rule} {beside}".rstrip(), hint
 
 
 def _sharding_words(c: RuleCase) -> Words:
