@@ -43,7 +43,7 @@ from fourfold.search.ranking import Ranking
 from fourfold.search.training import Whole, whole_training
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.run import RunSpec
-from fourfold.units import counted
+from fourfold.units import counted, short_s
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {
@@ -189,6 +189,7 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str, *, exported: bool) -
         parts_s=parts,
         exposed_s=exposed(parts),
         note="",
+        measured_s=None if np.isnan(ran_s := float(ranking.points["measured_s"][i])) else ran_s,
         tied=ranking.tied > 1 and bool(ranking.points["tied"][i]),
         exported=exported,
         runs_in=runs_in(query, spec),
@@ -216,13 +217,16 @@ def _flops_per_token(spec: RunSpec, rule: str) -> float:
 
 def _note(ranking: Ranking, i: int, *, exported: bool) -> str:
     """Return what keeps a row back, and that tensor parallelism leaves a host."""
-    less = 100.0 * float(1.0 - ranking.step_s[i] / ranking.step_s[0])
+    step_s = ranking.points["step_s"]  # measured where it was, else predicted
+    less = 100.0 * float(1.0 - step_s[i] / step_s[0])
     held = [] if exported else ["no export"]
     if less > 0.0 and ranking.fits[i] < ranking.min_fit_chance:
         held.append(f"{100 * ranking.fits[i]:.0f}% likely to fit")
     if less > 0.0:
         held = [f"{less:.1f}% less time", *(held or ["a tie"])]
     said = [", ".join(held)] if held else []
+    if np.isfinite(ran_s := float(ranking.points["measured_s"][i])):
+        said.append(f"measured: {short_s(ran_s)} s")
     c = ranking.predicted.columns.take(slice(i, i + 1))
     if crosses(c, c.tp, np.ones_like(c.tp))[0]:
         said.append("tp across hosts")

@@ -26,6 +26,7 @@ MOST_RISK = 0.5  # above, our best estimate says that it does not fit
 # likely is first.
 NEARLY = 0.05
 HELD_BACK_ROWS = 3  # faster ones that are not eligible, listed below those that are
+OWN_ROWS = 3  # of the user's own runs, listed though they are slower than what fills the table
 TIE = 0.02  # repeats of one run differ by 1%: a prediction cannot order what is closer than this
 LOOKED_AT = 100  # for one that --export writes; then one way to run each layout
 
@@ -81,7 +82,9 @@ def order(
     near = likely[step_s[likely] <= (1.0 + TIE) * pace_s]
     near = near[np.array([is_written(int(i)) for i in near], dtype=bool)]
     printed_chance = np.round(100.0 * fits[near])  # chances that read alike are alike
-    tied = near[np.lexsort((step_s[near], -printed_chance, model_ranks(points)[near]))]
+    is_new = np.isnan(points["measured_s"][near])  # what the user has run comes before others
+    by_rule = (step_s[near], -printed_chance, model_ranks(points)[near], is_new)
+    tied = near[np.lexsort(by_rule)]
     first_s = float(step_s[tied[0] if len(tied) else fastest])
     is_faster = (step_s[by_time] < first_s) & ~np.isin(by_time, tied)
     faster = by_time[is_faster]
@@ -93,6 +96,15 @@ def order(
         main = np.insert(main, len(_one_of_each(tied, layouts)), fastest)
     if len(main) < room:
         main = np.concatenate([main, eligible[~np.isin(eligible, main)]])[:room]
+    was_run = ~np.isnan(points["measured_s"])
+    unlisted = eligible[was_run[eligible] & ~np.isin(eligible, main[:room])]
+    if len(unlisted):  # runs of the user's own are listed too, each where its seconds put it
+        unlisted = unlisted[np.argsort(step_s[unlisted])][:OWN_ROWS]
+        keep = max(1, room - len(unlisted))
+        is_tied = np.isin(main[:keep], tied)
+        others = np.concatenate([main[:keep][~is_tied], unlisted])
+        shown = [main[:keep][is_tied], others[np.argsort(step_s[others], kind="stable")]]
+        main = np.concatenate([*shown, main[keep:][~np.isin(main[keep:], unlisted)]])
     table = np.concatenate([main[:room], held_back, main[room:]])
     spare = by_time[~np.isin(by_time, table)]
     index = np.concatenate([table, spare[: max(0, least - len(table))]])

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
+from fourfold.cost.step.estimate import estimate
 from fourfold.search.bounds import LAYOUT, Bounds
 from fourfold.search.choice import LOOKED_AT, TIE, order
 from fourfold.search.fastest import fastest
+from fourfold.search.ran import measured_s
 from fourfold.search.table import Bools, Places, Pool, alike, repeats
 from fourfold.spec.run import CHOSEN
 
@@ -55,9 +57,11 @@ def listed(
     *,
     is_written: IsWritten,
     pace_s: float = np.inf,
+    measured: Pool | None = None,
 ) -> Listed:
     """Return one way to run each layout, or more where there are fewer layouts than `least`. No
-    others than `roomy` points are 90% likely to fit. `pace_s`: as choice.order has it."""
+    others than `roomy` points are 90% likely to fit. `pace_s`: as choice.order has it;
+    `measured`: points that the user has run."""
     query, points = bounds.table.query, {}
     for variants in (PLAYED_VARIANTS, max(FEW_VARIANTS, least)):
         points = leading(bounds, ranked, new, PLAYED, variants)
@@ -68,15 +72,19 @@ def listed(
     roomy = ranked & roomy if 1.0 - query.risk >= SURE else ranked
     points = _with_sure(bounds, roomy, new, points, 1.0 - query.risk)
     points = _with_ties(bounds, roomy, new, points, 1.0 - query.risk, is_written)
+    points = _with_measured(bounds, new, points, measured)
     predicted = predictions(query.columns(points), query.entry)
-    points |= {"step_s": predicted.step_s, "fit_chance": predicted.fits}
+    ran_s = measured_s(query.own_runs, predicted.columns)
+    was_run = np.isfinite(ran_s)
+    points |= {"step_s": np.where(was_run, ran_s, predicted.step_s), "measured_s": ran_s}
+    points |= {"fit_chance": np.where(was_run, 1.0, predicted.fits)}
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
     timed, predicted = only(points, by_time), predicted.take(by_time)
     asked: dict[int, bool] = {}
 
     def writes(i: int) -> bool:
         if i not in asked:
-            asked[i] = is_written(timed, i)
+            asked[i] = bool(np.isfinite(timed["measured_s"][i])) or is_written(timed, i)
         return asked[i]
 
     numbers = layout_numbers(timed)
@@ -102,6 +110,17 @@ def _with_sure(bounds: Bounds, roomy: Bools, new: Bools, points: Pool, at_least:
     most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
     some = sure_points(bounds, roomy, new, most_s, at_least)
     both = {name: np.concatenate([points[name], some[name]]) for name in points}
+    return only(both, np.sort(alike(both, CHOSEN)[0]))
+
+
+def _with_measured(bounds: Bounds, new: Bools, points: Pool, measured: Pool | None) -> Pool:
+    """Return the points with those that the user has run, wherever they stand."""
+    if not measured or not len(measured["pp"]):
+        return points
+    columns = bounds.table.query.columns(measured)
+    step_s = estimate(columns, bounds.table.query.entry.coefficients).step_s
+    runs = measured | {"step_s": step_s, "unproven": np.zeros(len(step_s), dtype=bool)}
+    both = {name: np.concatenate([points[name], runs[name]]) for name in points}
     return only(both, np.sort(alike(both, CHOSEN)[0]))
 
 

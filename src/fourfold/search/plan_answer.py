@@ -73,6 +73,7 @@ class PlanRow(Choice):
     tied: bool
     exported: bool
     runs_in: tuple[str, ...]
+    measured_s: float | None  # of the user's own run of it
     wide: str
     memory_bytes: dict[str, float]
     tokens_s_gpu: float

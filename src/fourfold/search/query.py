@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.dispatch import OVERLAPS, dispatcher_of
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
@@ -35,6 +35,14 @@ ALIKE = 1.1  # rates of links within 10%
 FEW_OF_ENGINE = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRuns:
+    """Measured runs of the user's own: their columns, and seconds of a step."""
+
+    columns: Columns
+    step_s: Floats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuery:
     """`policy` holds what the search does not vary; `fixed` names fields the user has decided."""
@@ -59,6 +67,7 @@ class PlanQuery:
     safe: bool = False  # rank what surely fits, where anything does
     risk: float = RISK  # of not fitting, that the first choice may have
     like: str = ""  # the measured cluster that it is priced as
+    own_runs: OwnRuns | None = field(default=None, compare=False, repr=False)
     tokens: float | None = None  # of the whole training, where that is known
     lost: float | None = None  # of a training's time, 0..1; None: what is usual
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted

@@ -27,6 +27,7 @@ from fourfold.search.listed import (
 from fourfold.search.near import near_best
 from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
+from fourfold.search.ran import measured_points
 from fourfold.search.space import Space, holding, may_fit, space_of, sure, unproven
 from fourfold.search.table import Bools, Places, PointTable, Pool
 from fourfold.spec.layout import Layout
@@ -168,10 +169,18 @@ def _ranking(
     aside = {} if use_all else leading(bounds, pool & new, new, ASIDE, 1)
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
+    measured = measured_points(query.own_runs, grid.table)
 
     def shown_of(ranked: Bools) -> Listed:
         return listed(
-            bounds, ranked, space.roomy, new, least, is_written=is_written_point, pace_s=pace_s
+            bounds,
+            ranked,
+            space.roomy,
+            new,
+            least,
+            is_written=is_written_point,
+            pace_s=pace_s,
+            measured=measured,
         )
 
     def is_written_point(points: Pool, i: int) -> bool:

@@ -84,6 +84,7 @@ def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
     asked = 1.0 - plan.risk
     less = f"No layout is {100 * asked:.0f}% likely to fit; this is the fastest of the likeliest. "
     tie = f"Tie of {plan.tied} within 2%. " if plan.tied > 1 else ""
+    tie += f"You measured it: {short_s(row.measured_s)} s. " if row.measured_s is not None else ""
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
@@ -262,10 +263,12 @@ def _against(row: PlanRow, first: PlanRow) -> str:
         return "-"
     more = f"{100 * (row.step_s / first.step_s - 1):+.1f}%"
     if row.tied:
-        return f"{more} tie"
+        return f"{more} tie{', measured' if row.measured_s is not None else ''}"
     if not row.exported and first.exported:
         return f"{more} no export"
-    return f"{more} risky" if row.step_s < first.step_s else more
+    if row.measured_s is not None:
+        return f"{more} measured"
+    return f"{more} risky" if "likely to fit" in row.note else more
 
 
 def _days(row: PlanRow) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from fourfold.cost.experts import imbalance
 from fourfold.cost.fit.calibration import MEASURED
 from fourfold.cost.schedule import Timeline
 from fourfold.cost.stacks import stack_rules
-from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.reports import report_rows
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer, best_row
@@ -57,7 +54,13 @@ from fourfold.spec.words import SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import known_cluster, planned_calibration, planned_cluster
-from fourfold.verbs.question import EXPORTED, named_axes, require_plan_request, resolved
+from fourfold.verbs.question import (
+    EXPORTED,
+    measured_rows,
+    named_axes,
+    require_plan_request,
+    resolved,
+)
 from fourfold.verbs.requests import PlanRequest, layout_fields
 from fourfold.verbs.run_requests import OURS
 
@@ -115,7 +118,7 @@ def fit_check(
 def best_measured(path: str, query: PlanQuery) -> MeasuredBest:
     """Of a table's rows or a store's runs, the one with most tokens per second and GPU: other
     numbers of GPUs and batches compare too. Vocabularies are padded, so their size is not asked."""
-    rows = report_rows(path, query.cluster) if Path(path).is_dir() else parse(read_table(path))
+    rows = measured_rows(path, query.cluster)
     c, model = rows.columns, query.model
     same = rows.usable & (rows.step_s > 0)
     asked = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads,

@@ -6,12 +6,19 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.dispatch import ALWAYS_THERE
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, with_experts
+from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, with_experts
+from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reports import report_rows
+from fourfold.cost.table.rows import Rows
+from fourfold.cost.table.rows import parse as parse_rows
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -19,7 +26,7 @@ from fourfold.search import query as queries
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, certain_refusals, why_not
 from fourfold.search.plan_answer import PlanAnswer
-from fourfold.search.query import PlanQuery
+from fourfold.search.query import OwnRuns, PlanQuery
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
 from fourfold.spec.expression import parse
@@ -103,6 +110,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         safe=request.safe,
         risk=request.risk,
         like=queries.twin(known, entry.stack, cluster),
+        own_runs=_own_runs(request.measured, cluster, stack) if request.measured else None,
         tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
@@ -121,6 +129,20 @@ def _exported_stack(
         return stack
     short = exports.stack_of(engine)
     return match_stack(short, cluster, known, experts=model.moe is not None)
+
+
+def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
+    """Return the runs of a table or a store that this engine ended, with their seconds."""
+    rows = measured_rows(path, cluster)
+    rules = stack_rules(stack).name
+    ran = rows.usable & (rows.step_s > 0)
+    ran &= np.array([stack_rules(name or "generic").name == rules for name in rows.stack.tolist()])
+    return OwnRuns(rows.columns.take(ran), rows.step_s[ran])
+
+
+def measured_rows(path: str, cluster: Cluster) -> Rows:
+    """Return the rows of a table, or of the runs of a store."""
+    return report_rows(path, cluster) if Path(path).is_dir() else parse_rows(read_table(path))
 
 
 def _check_dispatcher(policy: Policy, cluster: Cluster) -> None:

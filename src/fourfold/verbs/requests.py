@@ -107,7 +107,7 @@ class PlanRequest(Request):
     network: Rate | None = flag("rate of a host's network (default: typical)", "RATE", rare=True)
     profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
     calibration: str | None = flag(*CALIBRATION, rare=True)
-    measured: str | None = flag("measured rows or a store, to compare #1 with", "PATH", rare=True)
+    measured: str | None = flag("your measured rows or a store: these runs fit", "PATH", rare=True)
     max_nodes: Size | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
     stack: str | None = flag(
         "engine to predict; 'list' prints them (default: the one measured on the cluster; "
