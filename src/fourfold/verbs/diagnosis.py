@@ -26,7 +26,9 @@ from fourfold.verbs.best_engine import BestEngine
 def keep(diagnosis: Diagnosis, root: str) -> str:
     spec = diagnosis.found.spec
     if diagnosis.found.lacks:
-        raise UserError("keeps runs of training", field="runs", value=root, hint=diagnosis.scope)
+        raise UserError(
+            "takes runs of training alone", field="runs", value=root, hint=diagnosis.scope
+        )
     if spec is None:
         rule = "needs the run: the trace says too little of it"
         raise UserError(rule, field="runs", value=root, hint="give --model or --spec")
