@@ -56,6 +56,23 @@ def test_seconds_without_a_dispatcher_are_those_of_a_plan_without_it(plan: PlanA
     assert row.step_s == less.step_s > plan.best.step_s
 
 
+def test_all_to_all_goes_without_a_graph_of_the_whole_step() -> None:
+    policy = {"precision": "fp8", "scaling": "mx", "cuda_graph": True, "dispatcher": "hybridep"}
+    request = replace(EXPERTS, cluster="nvidia-gb200", policy=policy, layout="ep4 pp1")
+    answer = fourfold.plan(request)
+    assert answer.assumes is not None
+    assert answer.best is not None
+    assert answer.assumes.graphs == "the whole step"
+    assert "with all-to-all and without the graphs" in answer.assumes.text
+    less = {one.what: one for one in answer.assumes.without}
+    plain = policy | {"dispatcher": "alltoall"}
+    with pytest.raises(UserError, match="needs dispatcher = hybridep"):
+        fourfold.plan(replace(request, policy=plain))
+    free = replace(request, policy=plain | {"cuda_graph": False})
+    assert less["alltoall"].best_s == fourfold.plan(free).ranked[0].step_s
+    assert answer.best.step_s < less["graphs"].step_s < less["alltoall"].step_s
+
+
 def test_dense_plan_assumes_no_dispatcher() -> None:
     dense = fourfold.plan(replace(EXPERTS, model="llama-3.2-1b"))
     assert dense.assumes is None
