@@ -21,7 +21,6 @@ from fourfold.cost.fit.calibration import Calibration, FittedStack, to_json
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.validate import only
-from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
@@ -29,6 +28,7 @@ from fourfold.errors import UserError
 from fourfold.search.plan_answer import PlanRow
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster, Link
+from fourfold.spec.engine import engine_of
 from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.words import DTYPES, PRICED_ATTENTION
 from fourfold.verbs.plan import plan
@@ -155,7 +155,7 @@ def chosen(rows: Rows, i: int, calibration: str) -> PlanRow | None:
                 global_batch=int(c.batch[i]),
                 gpus=int(c.gpus[i]),
                 cluster=cluster_of(rows, i),
-                stack=stack_defaults(str(rows.stack[i])).rules,
+                stack=engine_of(str(rows.stack[i])).rules.name,
                 policy=policy,
                 calibration=calibration,
                 top=1,

@@ -15,9 +15,9 @@ import pytest
 import fourfold
 from fourfold import SupportRequest
 from fourfold.cost.fit.calibration import PROVENANCES
-from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError
 from fourfold.escape import toml_text
+from fourfold.spec.engine import EXPORTS
 
 
 def test_gpus_fill_dp(cli) -> None:

@@ -20,10 +20,10 @@ from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, Calibration, shipp
 from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
 from fourfold.cost.fit.validate import held_out, left_out_of
-from fourfold.cost.stacks import family_of
 from fourfold.cost.table.predict import predict
 from fourfold.events import OnEvent
 from fourfold.search.alternatives import tie_width
+from fourfold.spec.engine import MeasuredAs
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
 from tests.cost.test_fit import table
@@ -59,12 +59,16 @@ def test_abroad_neither_engine_nor_cluster_was_seen() -> None:
     tables = [table("mpt"), table("par4d")]
     entries = fit_entries(sample(tables), rounds=1)
     for scored, gone in left_out(tables, "abroad"):
-        engines = {family_of(s) for r, at in zip(tables, scored, strict=True) for s in r.stack[at]}
+        engines = {
+            MeasuredAs.of(s).engine
+            for r, at in zip(tables, scored, strict=True)
+            for s in r.stack[at]
+        }
         clusters = {c for r, at in zip(tables, scored, strict=True) for c in r.cluster[at]}
         for rows, out in zip(tables, gone, strict=True):
             kept = rows.usable & ~out
             assert not clusters & set(rows.cluster[kept])
-            assert not engines & {family_of(stack) for stack in rows.stack[kept]}
+            assert not engines & {MeasuredAs.of(stack).engine for stack in rows.stack[kept]}
     for rows, (answers, asked) in zip(tables, left_out_of(tables, entries, "abroad"), strict=True):
         half = np.log(answers.high_s / answers.low_s)[asked] / 2.0
         assert np.array_equal(asked, rows.usable)

@@ -26,7 +26,6 @@ from fourfold.cost.memory.peak import (
 )
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import family_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table
@@ -34,6 +33,7 @@ from fourfold.cost.table.reports import read_reports
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import Layout
 from tests.specs import run_spec
 
@@ -74,7 +74,7 @@ def test_fp8_keeps_what_the_engine_keeps() -> None:
 
 def test_torchtitans_published_70b_run() -> None:
     """829 tokens/s/GPU (19.76 s) and 71.9 GiB on 256 H100 with 96 GB, by rows of other engines."""
-    others = tuple(e for e in SHIPPED.entries if family_of(e.stack) != "torchtitan")
+    others = tuple(e for e in SHIPPED.entries if MeasuredAs.of(e.stack).engine != "torchtitan")
     assert len(others) < len(SHIPPED.entries)
     policy = {"precision": "fp8", "recompute": "full", "sharding": "zero3", "compile": True}
     c = seen("torchtitan-2024", "h100-96gb", micro=16, **policy)

@@ -19,7 +19,6 @@ from fourfold.cost.kinds import KINDS, active_weights
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import with_experts
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.pipeline import fill_share, in_flight
 from fourfold.cost.step.traffic import copies, host_layer_s
@@ -31,6 +30,7 @@ from fourfold.search.routed import beyond
 from fourfold.search.stack_names import match_stack
 from fourfold.show.plan import page
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
@@ -250,8 +250,10 @@ def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
     dense = match_stack("megatron", cluster, known)
     routed = match_stack("megatron", cluster, known, experts=True)
     measured = {entry.stack for entry in known.of(experts=True) if entry.rows_time}
-    assert with_experts(dense) not in measured  # the nearest dense one says nothing of experts
-    assert with_experts(routed) in measured
+    assert (
+        str(MeasuredAs.of(dense).with_experts()) not in measured
+    )  # the nearest dense one says nothing of experts
+    assert str(MeasuredAs.of(routed).with_experts()) in measured
 
 
 def test_graphs_save_no_launches_where_the_host_waits_for_counts() -> None:

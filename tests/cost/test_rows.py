@@ -10,11 +10,11 @@ import pytest
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import stack_of_release
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.logs.experts import model_columns
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import Layout
 from tests.specs import run_spec
 
@@ -83,7 +83,12 @@ def same(rows: Rows, stack: str, model: str, layout: str = LAYOUT, **wanted: Any
 )  # fmt: skip
 def test_a_published_row_is_priced_as_the_run_it_describes(stack, cells, wanted) -> None:
     rows = parse(table(published("llama-3.1-8b", stack=stack, **cells)))
-    same(rows, stack_of_release(stack, cells.get("engine_release", "")), "llama-3.1-8b", **wanted)
+    same(
+        rows,
+        str(MeasuredAs.of(stack).released(cells.get("engine_release", ""))),
+        "llama-3.1-8b",
+        **wanted,
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ import pytest
 
 from fourfold.cost.count.params import model_params
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.pipeline import chunk_layers
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.engine import EXPORTS
 from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -52,7 +52,7 @@ STACKS = dict.fromkeys(("megatron", "megatron-0.16", "megatron-bridge"), "megatr
 
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
     """Any layout and policy of the kinds the engine has at all."""
-    rules = RELEASES[engine]
+    rules = EXPORTS[engine].rules
     kinds = tuple(
         {"every": "every-2", "block": "block-1"}.get(kind, kind) for kind in rules.recompute
     )
@@ -105,7 +105,7 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
 def _with_experts(
     engine: str, model: ModelShape, layout: Layout, policy: Policy, dice: random.Random
 ) -> Policy:
-    kinds = ("auto", *(kind for kind in RELEASES[engine].dispatchers if kind != "local"))
+    kinds = ("auto", *(kind for kind in EXPORTS[engine].rules.dispatchers if kind != "local"))
     if engine == "torchtitan-0.2" and not model.latent:
         kinds = ("auto", "alltoall")
     kind = dice.choice(kinds)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from fourfold.cost.stacks import EXPORTS
 from fourfold.search import export
 from fourfold.search.export import megatron
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import EXPORTS
 from fourfold.spec.hf.written import config_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape

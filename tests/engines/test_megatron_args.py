@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.stacks import EXPORTS
+from fourfold.spec.engine import EXPORTS
 from tests.engines.megatron_plans import KINDS, case_of, expected_values, exported
 from tests.engines.sampled import asked
 
@@ -57,4 +57,4 @@ def test_plans_are_accepted_and_read_back_equal(release: str, tmp_path: Path, ca
 def test_the_export_names_the_newest_release_that_is_tested() -> None:
     for engine in ("megatron", "megatron-0.16"):
         version = EXPORTS[engine].release.rpartition(" ")[2]
-        assert f"{engine}: {EXPORTS[engine].package}=={version}" in PINS.splitlines()
+        assert f"{engine}: {EXPORTS[engine].export.package}=={version}" in PINS.splitlines()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import fourfold
 from fourfold import PlanRequest
-from fourfold.cost.stacks import EXPORTS, stack_rules
 from fourfold.errors import UserError
 from fourfold.search.export import USUAL, runs_in, writers
 from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.spec.engine import EXPORTS, engine_of
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.question import SEARCHED, resolved
@@ -115,8 +115,8 @@ def answered(dice: Random) -> tuple[PlanRequest, Ranking]:
 
 def refusal(request: PlanRequest, engine: str, choice: Choice, policy: Mapping[str, Any]) -> str:
     """Return why --export writes no settings for a layout of a plan, '' where it does."""
-    rules = stack_rules(EXPORTS[engine].stack).name
-    keeps_stack = request.stack is not None and stack_rules(request.stack).name == rules
+    rules = engine_of(EXPORTS[engine].export.predicted_as).rules.name
+    keeps_stack = request.stack is not None and engine_of(request.stack).rules.name == rules
     asked = replace(
         request,
         stack=request.stack if keeps_stack else None,
@@ -148,8 +148,8 @@ def codec_layout(choice: Choice) -> dict[str, object]:
 def listed(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
     """Return titles of what can be written: of older releases where the newer one cannot be."""
     can = writers(query, spec)
-    names = [n for n in can if n in (*USUAL, stack_rules(query.stack).name)]
-    return tuple(EXPORTS[n].title or n for n in names if EXPORTS[n].before not in names)
+    names = [n for n in can if n in (*USUAL, engine_of(query.stack).rules.name)]
+    return tuple(EXPORTS[n].title for n in names if EXPORTS[n].export.before not in names)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.stacks import STACKS
 from fourfold.search.legal import RULES, Target, case_of, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.engine import ENGINES
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
@@ -57,7 +57,7 @@ def as_run(row: dict[str, int], batch: tuple[int, Ramp | None]) -> tuple[Layout,
     rows=st.lists(ROW, min_size=1, max_size=8),
     batch=BATCHES,
     model=st.sampled_from(["llama-3.1-8b", "gpt-3-175b", "mpt-125m", "nemotron-4-15b"]),
-    stack=st.sampled_from(sorted(STACKS)),
+    stack=st.sampled_from(sorted(ENGINES)),
     gpus=st.sampled_from([None, 8, 96]),
 )
 def test_columns_agree_with_single_runs(rows, batch, model, stack, gpus) -> None:

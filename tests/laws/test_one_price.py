@@ -19,7 +19,6 @@ import pytest
 
 import fourfold
 from fourfold.agents.tools import TOOLS
-from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
 from fourfold.logs.experts import model_columns
@@ -34,6 +33,7 @@ from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import ENGINES, MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, running_schedule
@@ -77,7 +77,7 @@ def sampled(rng: random.Random, *, experts: bool = False) -> tuple[RunSpec, str,
             global_batch=rng.choice((16, 48, 96, 256)),
             policy=_policy(rng, experts=experts),
         )
-        stack = rng.choice((*STACKS, *MEASURED))
+        stack = rng.choice((*ENGINES, *MEASURED))
         device = catalog.device(rng.choice(("a100-80gb", "h100-80gb", "b200")))
         target = Target(stack=stack, gpus=spec.gpus, device=device, runs=False)
         if not why_not(spec.model, spec.layout, spec.batch, spec.policy, target):
@@ -130,10 +130,10 @@ def require_one_price(seed: int, folder: Path, *, experts: bool = False) -> int:
     ranking = rank_layouts(query(spec, stack, cluster, left_open))
     for i in range(len(ranking)):
         (alone,) = predict([ranking.spec(i)], cluster=cluster, stack=stack)
-        if year_of(stack) is not None or stack == "fourfold":
+        if MeasuredAs.of(stack).year is not None or stack == "fourfold":
             assert bare(alone) == ranking.predicted.one(i), (seed, stack, ranking.spec(i))
     require_equal_doors(spec, stack, cluster)
-    if year_of(stack) is not None:
+    if MeasuredAs.of(stack).year is not None:
         require_equal_row(spec, stack, cluster, folder)
     return len(ranking)
 
@@ -203,14 +203,14 @@ def require_equal_export(request: PlanRequest, run: RunSpec, stack: str, cluster
 
 
 def same_rules(one: str, other: str) -> bool:
-    return stack_rules(one).name == stack_rules(other).name
+    return engine_of(one).rules.name == engine_of(other).rules.name
 
 
 def require_equal_row(spec: RunSpec, stack: str, cluster: Cluster, folder: Path) -> None:
     """A run of which a table's columns say all, predicted from a table and from itself: a row
     without dtypes of gradients has the habits of its stack."""
     recompute, virtual = spec.policy.recompute, spec.policy.virtual_stages
-    wire, held = stack_defaults(stack).gradient_bytes("bf16")
+    wire, held = engine_of(stack).habits.gradient_bytes("bf16")
     policy = Policy(
         reduce_dtype="bf16" if wire < 4.0 else "fp32",
         grad_dtype="bf16" if held < 4.0 else "fp32",
@@ -502,7 +502,7 @@ def test_plan_takes_fp32_gradients_of_every_stack_unless_told() -> None:
         request = replace(_spelled(stack)[0], micro_batch=0, policy={}, layout="")
         policy = resolved(request)[0].policy
         for name in ("grad_dtype", "reduce_dtype"):
-            usual = stack_defaults(stack).gradient_bytes("bf16")
+            usual = engine_of(stack).habits.gradient_bytes("bf16")
             assert getattr(policy, name) == "fp32" or (getattr(policy, name), usual) == (
                 None,
                 (4.0, 4.0),
@@ -539,7 +539,7 @@ def filled_row(rng: random.Random) -> FilledRow | None:
         pp=rng.choice((1, 2, 4, 8)), shard=rng.choice((4, 8, 16)), cp=rng.choice((1, 1, 2)),
         tp=rng.choice((1, 2, 4)), ep=rng.choice((1, 4, 8)) if has_experts else 1,
     )  # fmt: skip
-    rules = stack_rules(stack)
+    rules = engine_of(stack).rules
     is_titan = rules.name == "torchtitan"
     virtual = rng.choice((1, 1, 2, 4)) if layout.pp > 1 else 1
     kinds = ("none", "selective", "full", *(("moe", "moe-act") if has_experts else ()))
@@ -570,7 +570,7 @@ def filled_row(rng: random.Random) -> FilledRow | None:
     if why_not(model, layout, batch, policy, target):
         return None
     place = catalog.cluster(cluster, run.gpus)
-    habits = stack_defaults(match_stack(stack, place, SHIPPED, experts=has_experts))
+    habits = engine_of(match_stack(stack, place, SHIPPED, experts=has_experts)).habits
     hides_tp = habits.overlap_tp and policy.sequence_parallel
     overlap = ["grad-reduce param-gather"] * policy.overlap_grad_reduce + ["tp"] * hides_tp
     graphs = _SOME_GRAPHS if has_experts and habits.graphs_experts else "none"

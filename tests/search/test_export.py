@@ -13,12 +13,12 @@ import pytest
 
 import fourfold
 from fourfold import PlanRequest, plan
-from fourfold.cost.stacks import stack_defaults, stack_rules
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec, texts
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, RopeScaling
 from fourfold.spec.policy import Policy
@@ -305,10 +305,10 @@ def test_names_of_stacks_are_read_as_exports() -> None:
 
 
 def test_an_own_stack_keeps_the_rules_of_the_engine_it_names() -> None:
-    assert stack_rules("my-megatron").name == "megatron"
-    assert stack_rules("acme-torchtitan-2025").name == "torchtitan"
-    assert stack_rules("gigatron-2023").name == "generic"
-    assert stack_defaults("our-nemo-compile").compiled
+    assert engine_of("my-megatron").rules.name == "megatron"
+    assert engine_of("acme-torchtitan-2025").rules.name == "torchtitan"
+    assert engine_of("gigatron-2023").rules.name == "generic"
+    assert engine_of("our-nemo-compile").habits.compiled
     assert export.has_rules_of("megatron", "my-megatron")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.cost.stacks import ENGINES, stack_rules
 from fourfold.search.legal import REASONS, RULES, Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.engine import ENGINES, MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from tests.specs import shape_of
@@ -83,11 +83,22 @@ def test_way_out_of_a_bad_tp_is_legal() -> None:
 
 
 def test_stack_names_carry_years_and_flavours() -> None:
-    assert stack_rules("megatron-deepspeed-2022b").name == "megatron"
-    assert stack_rules("nemo-2025").name == "megatron"
-    assert stack_rules("llm-foundry-2023").name == "llm-foundry"
-    assert stack_rules("somebody-elses").name == "generic"
-    assert set(ENGINES) == {
+    assert engine_of("megatron-deepspeed-2022b").rules.name == "megatron"
+    assert engine_of("nemo-2025").rules.name == "megatron"
+    assert engine_of("llm-foundry-2023").rules.name == "llm-foundry"
+    assert engine_of("somebody-elses").rules.name == "generic"
+    assert {engine.rules.name for engine in ENGINES.values()} == {
         "generic", "fourfold", "megatron", "torchtitan", "nanotron", "llm-foundry", "accelerate",
         "deepspeed",
     }  # fmt: skip
+    assert MeasuredAs.of("megatron-deepspeed-2022b") == MeasuredAs("megatron-deepspeed", "2022b")
+    assert MeasuredAs.of("megatron-bridge-26.04").year == 2026
+    assert str(MeasuredAs("nemo", "2024").with_experts()) == "nemo with experts"
+    assert MeasuredAs.of("nemo with experts") == MeasuredAs("nemo", experts=True)
+
+
+def test_habits_of_a_year_begin_with_those_of_today() -> None:
+    old, new = engine_of("torchtitan-2024").habits, engine_of("torchtitan").habits
+    assert (old.flash2, old.compiles_loss) == (True, False)
+    assert replace(old, flash2=False, compiles_loss=True) == new
+    assert engine_of("acme-torchtitan-2024").habits == old

@@ -18,7 +18,6 @@ from fourfold.cost.fit.calibration import MEASURED
 from fourfold.cost.memory.peak import REFUSED, SURE, memory, memory_bounds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.events import OnEvent
@@ -42,6 +41,7 @@ from fourfold.search.training import whole_training
 from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.engine import EXPORTS
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import Policy
@@ -557,7 +557,7 @@ def test_command_exports_the_first_choice(cli, tmp_path) -> None:
     cli(*PLAN, "--export", "megatron", "--out", out, "--force")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", EXPORTS)
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

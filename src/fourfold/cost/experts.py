@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.dispatch import DISPATCHERS, dispatcher_of
-from fourfold.cost.stacks import stack_defaults, stack_rules
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import engine_of
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -69,13 +69,13 @@ def run_facts(
     """Of one run, or of many that differ in the columns of `run`."""
     if spec.model.moe is None:
         return {}
-    policy, usual = spec.policy, stack_defaults(stack)
-    has = stack_rules(stack).dispatchers
+    policy, usual = spec.policy, engine_of(stack).habits
+    has = engine_of(stack).rules.dispatchers
     asked = dispatcher_of(policy.dispatcher, usual.dispatcher, has, cluster.dispatchers)
     spread = np.multiply(run["ep"], run["etp"]) > 1
     kind = run["recompute"]
     return {
-        **(further(spec.model) if stack_rules(stack).predicts_further else {}),
+        **(further(spec.model) if engine_of(stack).rules.predicts_further else {}),
         "dispatcher": np.where(spread, DISPATCHERS.index(asked), DISPATCHERS.index("local")),
         "hides_exchange": float(policy.overlap_exchange),
         "imbalance": imbalance(spec.model, policy),

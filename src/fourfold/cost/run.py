@@ -13,9 +13,9 @@ from fourfold.cost.columns import BY_COST, DEFAULTS, OPTIMIZERS, Columns, column
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
-from fourfold.cost.stacks import stack_defaults
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -116,15 +116,15 @@ def priced_attention(policy: Policy, stack: str, device: Device) -> str:
     """The word of PRICED_ATTENTION for the kernel that runs. To our engine "flash" is torch's own
     kernel of that name, FlashAttention 2; to others whichever they use."""
     if policy.attention in KEEPS_SCORES:
-        return "fused-softmax" if stack_defaults(stack).fuses_softmax else policy.attention
-    named = policy.attention == "flash" and stack == "fourfold"
-    is_old = named or (policy.attention != "cudnn" and stack_defaults(stack).flash2)
+        return "fused-softmax" if engine_of(stack).habits.fuses_softmax else policy.attention
+    named = policy.attention == "flash" and engine_of(stack).is_ours
+    is_old = named or (policy.attention != "cudnn" and engine_of(stack).habits.flash2)
     return "flash2" if is_old and has_newer_flash(device) else "flash"
 
 
 def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]:
     """Kernels and overlap of a policy under a stack: what no search varies."""
-    usual, is_ours = stack_defaults(stack), stack == "fourfold"
+    usual, is_ours = engine_of(stack).habits, engine_of(stack).is_ours
     kind = priced_attention(policy, stack, device)
     overlap = usual.overlap if policy.overlap_kind == "auto" else policy.overlap_kind
     # Activation, rope and residual are calls of their own: torch's engines leave fusing them to the
@@ -159,14 +159,14 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
 def gradient_bytes(policy: Policy, stack: str) -> tuple[float, float]:
     """Return the bytes of a gradient's element on the wire and in memory: as stated, else by the
     engine's habit. A pure precision has no wider ones, but where an engine reduces in fp32."""
-    dtypes, usual = policy.dtypes, stack_defaults(stack)
+    dtypes, usual = policy.dtypes, engine_of(stack).habits
     wire, held = usual.gradient_bytes(dtypes.compute)
     is_pure = policy.precision == "bf16-pure"
-    if policy.reduce_dtype or stack == "fourfold":
+    if policy.reduce_dtype or engine_of(stack).is_ours:
         wire = DTYPE_BYTES[dtypes.reduce]
     elif is_pure and not usual.reduces_in_fp32:
         wire = min(wire, 2.0)
-    if policy.grad_dtype or stack == "fourfold":
+    if policy.grad_dtype or engine_of(stack).is_ours:
         held = DTYPE_BYTES[dtypes.grad]
     elif is_pure:
         held = min(held, 2.0)
@@ -175,7 +175,7 @@ def gradient_bytes(policy: Policy, stack: str) -> tuple[float, float]:
 
 def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
-    usual, dtypes = stack_defaults(stack), policy.dtypes
+    usual, dtypes = engine_of(stack).habits, policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
     wire, held = gradient_bytes(policy, stack)
     master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0

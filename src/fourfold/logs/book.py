@@ -17,10 +17,7 @@ from typing import Any
 
 from fourfold.logs.lines import Line, read_lines
 from fourfold.logs.series import StepLine, StepSeries
-from fourfold.spec import catalog
-
-# Name of a reader -> its file and class.
-READERS: dict[str, str] = catalog.data("stacks.toml")["readers"]
+from fourfold.spec.engine import READERS
 
 
 def _reader(name: str) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.cost.stacks import is_known
 from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
@@ -21,6 +20,7 @@ from fourfold.logs.nested import ADAPTERS, OFFLOADED, number, whole
 from fourfold.logs.words import COUNTS, NUMBERS
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
+from fourfold.spec.engine import is_known
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import policy_word
 

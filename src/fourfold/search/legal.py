@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.stacks import RELEASES, EngineRules, stack_defaults, stack_rules
 from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine, experts
 from fourfold.search.rules.case import Rule, RuleCase
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Device
+from fourfold.spec.engine import EXPORTS, EngineRules, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -47,20 +47,20 @@ class Target:
     """Where it should run: whose engine, on how many ranks of what; None: not asked."""
 
     stack: str = "fourfold"
-    release: str = ""  # one of cost/stacks.RELEASES, where that is asked instead
+    release: str = ""  # one of EXPORTS, where that is asked instead
     gpus: int | None = None
     device: Device | None = None
     runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
 
     @property
     def rules(self) -> EngineRules:
-        return RELEASES[self.release] if self.release else stack_rules(self.stack)
+        return EXPORTS[self.release].rules if self.release else engine_of(self.stack).rules
 
 
 def case_of(
     model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
 ) -> RuleCase:
-    habits = stack_defaults(target.stack)
+    habits = engine_of(target.stack).habits
     return RuleCase(
         model=model,
         stack=target.rules,

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 
 from fourfold.cost.memory.peak import FSDP2_FRAGMENTS, SURE, fit_chance
-from fourfold.cost.stacks import stack_defaults
 from fourfold.search.bounds import Bounds, bounds_of
 from fourfold.search.fastest import timed
 from fourfold.search.space import unproven
 from fourfold.search.table import Bools, PointTable
+from fourfold.spec.engine import engine_of
 from fourfold.spec.words import RECOMPUTE
 
 MANY = 200_000  # fewer points are counted as quickly, ten times as many are worth two tries
@@ -31,7 +31,7 @@ def near_best(table: PointTable, least: int) -> Iterator[tuple[PointTable, float
     few, or the user's conditions choose among them, or none that surely fits was found quickly."""
     query, legal = table.query, table.legal
     count = int(legal.sum())
-    if query.where or count < MANY or not stack_defaults(query.stack).counted:
+    if query.where or count < MANY or not engine_of(query.stack).habits.counted:
         return
     bounds = bounds_of(table)
     sure_s = _sure_s(bounds)

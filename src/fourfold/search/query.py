@@ -14,7 +14,6 @@ from fourfold.cost.dispatch import OVERLAPS, dispatcher_of
 from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
-from fourfold.cost.stacks import place_of, stack_defaults, stack_rules, with_experts
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
@@ -22,6 +21,7 @@ from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
+from fourfold.spec.engine import OURS, MeasuredAs, engine_of
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -95,7 +95,7 @@ class PlanQuery:
     @property
     def left_out(self) -> tuple[str, ...]:
         """What seconds and bytes leave out or approximate."""
-        timed = stack_rules(self.stack).predicts_further
+        timed = engine_of(self.stack).rules.predicts_further
         return remarks(self.model, self.batch.seq_len, further=timed)
 
     @property
@@ -151,10 +151,10 @@ def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
     """Return the policy with the dtypes that a stack accumulates and reduces gradients in: those of
     the precision (fp32 unless it is a pure one), whatever its measured runs did, unless stated.
     Megatron has one buffer for both, so one stated dtype is both there."""
-    usual, stated = stack_defaults(stack), policy.grad_dtype or policy.reduce_dtype
+    usual, stated = engine_of(stack).habits, policy.grad_dtype or policy.reduce_dtype
     if stated is None and min(usual.gradient_bytes(policy.dtypes.compute)) < 4.0:
         stated = "fp32" if policy.dtypes.grad == "fp32" else None
-    elif usual.rules != "megatron":
+    elif not engine_of(stack).rules.one_gradient_buffer:
         return policy
     wire, held = policy.reduce_dtype or stated, policy.grad_dtype or stated
     return replace(policy, reduce_dtype=wire, grad_dtype=held)
@@ -182,20 +182,19 @@ def usual_policy(
 ) -> Policy:
     """The engine's habits where the user decided nothing; `release`: of today's engine, priced by
     what was measured of this stack; `dispatchers`: of the cluster, where it says which it has."""
-    usual = stack_defaults(stack)
+    usual = engine_of(stack).habits
     changes: dict[str, Any] = {}
     if "dispatcher" not in decided and dispatchers:
-        has = stack_rules(stack).dispatchers
+        has = engine_of(stack).rules.dispatchers
         kind = dispatcher_of("auto", usual.dispatcher, has, dispatchers)
         changes |= {"dispatcher": kind} if kind != usual.dispatcher else {}
-    if "sequence_parallel" not in decided and stack != "fourfold":
+    if "sequence_parallel" not in decided and stack != OURS:
         changes["sequence_parallel"] = usual.sequence_parallel
-    if "compile" not in decided and usual.rules == "torchtitan":
-        # As its published runs do; it does not compile a backward in two halves.
+    if "compile" not in decided and usual.compiles:
+        # It does not compile a backward in two halves.
         changes["compile"] = policy.schedule != "zero-bubble"
-    if "attention" not in decided and stack.startswith("megatron-deepspeed") and not release:
-        # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
-        changes["attention"] = "fused-softmax"
+    if "attention" not in decided and usual.attention and not release:
+        changes["attention"] = usual.attention
     if "overlap_exchange" not in decided and OVERLAPS[usual.overlap].is_schedule:
         # DualPipe is how such an engine's pipeline runs.
         changes["overlap_exchange"] = True
@@ -221,10 +220,10 @@ def entry_for(
 ) -> tuple[FittedStack, str]:
     """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
     model with `experts` or of others."""
-    stack = with_experts(stack) if experts else stack
+    stack = str(MeasuredAs.of(stack).with_experts()) if experts else stack
     like = twin(calibration, stack, cluster) or cluster.name
     generation = generation_of(cluster.device)
-    entry, why = calibration.entry(stack, place_of(stack, like), generation)
+    entry, why = calibration.entry(stack, MeasuredAs.of(stack).place(like), generation)
     if like != cluster.name and not why:
         entry = replace(entry, basis="near")
     own = gpu_entry(stack, cluster.device.id) if why else None
@@ -247,8 +246,8 @@ def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
     """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
     were measured; '' where there is none, or runs of this very cluster are known."""
     measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
-    alike = () if place_of(stack, cluster.name) in measured else _alike(cluster)
-    rows = {name: measured.get(place_of(stack, name), 0) for name in alike}
+    alike = () if MeasuredAs.of(stack).place(cluster.name) in measured else _alike(cluster)
+    rows = {name: measured.get(MeasuredAs.of(stack).place(name), 0) for name in alike}
     return max(filter(rows.get, rows), key=lambda name: rows[name], default="")
 
 
@@ -282,8 +281,8 @@ def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]
         for known in dense:
             for name, count in known.counts.items():
                 total[name] = total.get(name, 0) + count
-    rules = stack_rules(entry.stack).name
-    kin = [e for e in dense if stack_rules(e.stack).name == rules]
+    rules = engine_of(entry.stack).rules.name
+    kin = [e for e in dense if engine_of(e.stack).rules.name == rules]
     runs = sum(e.rows_time for e in kin)
     for name in SHARDINGS:
         count = sum(e.counts.get(name, 0) for e in kin)

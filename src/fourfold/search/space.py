@@ -19,10 +19,10 @@ from fourfold.cost.memory.peak import (
     memory,
     moves,
 )
-from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
 from fourfold.search.peaks import peaks
 from fourfold.search.table import Bools, Places, PointTable, alike, blocks, on_cores
+from fourfold.spec.engine import engine_of
 from fourfold.spec.expression import Expression, memory_values
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
@@ -45,7 +45,7 @@ def space_of(table: PointTable, bar: Bar, *, every: bool = False) -> Space:
     """Rows with points that fit or are close to it, or every row. Which points are legal is equal
     for what shares its pipeline."""
     # How context parallelism attends matters only where tensors are counted one by one.
-    by_kind = stack_defaults(table.query.stack).counted
+    by_kind = engine_of(table.query.stack).habits.counted
     names = tuple(name for name in table.rows if by_kind or name != "cp_kind")
     first, back = alike(table.rows, names)
     likely, roomy, close = _fitting(table.only(first), bar)
@@ -67,7 +67,7 @@ def _fitting(table: PointTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     """(fits by our best estimate, may surely fit, may fit though it is above the limit)."""
     query, asked = table.query, table.legal
     entry, limit, lean = query.entry, query.limit_bytes, lean_coefficients(query.entry)
-    counted = stack_defaults(query.stack).counted
+    counted = engine_of(query.stack).habits.counted
     usual = peaks(table, entry.coefficients)
     # Counted tensors are the same whatever an engine wastes.
     least = usual if counted else peaks(table, lean)

@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.stacks import STACKS, stack_rules, with_experts, without_experts, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.search.query import twin
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import ENGINES, MeasuredAs, engine_of
 from fourfold.spec.words import SHARDING
 
 _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
@@ -19,12 +19,12 @@ _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 def short_names(calibration: Calibration) -> set[str]:
     """Names of engines without a year; of measured ones also without what follows the year."""
     measured = {re.split(r"-20[0-9][0-9]", name)[0] for name in full_names(calibration)}
-    return {*(name for name in STACKS if not year_of(name)), *measured}
+    return {*ENGINES, *measured}
 
 
 def full_names(calibration: Calibration) -> set[str]:
     """Of all that is measured, with experts or without."""
-    return {without_experts(entry.stack) for entry in calibration.entries}
+    return {MeasuredAs.of(entry.stack).stack for entry in calibration.entries}
 
 
 def match_stack(
@@ -42,7 +42,7 @@ def match_stack(
     named = [e for e in dense if e.stack.startswith(f"{stack}-")]
     if experts:
         known = {e.stack for e in routed}
-        named = [e for e in named if with_experts(e.stack) in known] or named
+        named = [e for e in named if str(MeasuredAs.of(e.stack).with_experts()) in known] or named
         named = named or [e for e in routed if e.stack.startswith(f"{stack}-")]
     if not named:
         return stack
@@ -54,9 +54,9 @@ def match_stack(
             twin(calibration, entry.stack, cluster),
         )
         alike = entry.generation == generation
-        return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
+        return local, alike, 0 if local else MeasuredAs.of(entry.stack).year or 0, entry.rows_time
 
-    return without_experts(max(named, key=says).stack)
+    return MeasuredAs.of(max(named, key=says).stack).stack
 
 
 def require_known(stack: str, calibration: Calibration) -> str:
@@ -79,13 +79,13 @@ def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, 
         stands_for = match_stack(name, cluster, calibration)
         dense, routed = (
             {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
-            for stack in (stands_for, with_experts(stands_for))
+            for stack in (stands_for, str(MeasuredAs.of(stands_for).with_experts()))
         )
         rows.append(
             {
                 "stack": name,
                 "stands_for": stands_for,
-                "rules": stack_rules(name).name,
+                "rules": engine_of(name).rules.name,
                 "measured": dense,
                 "with_experts": routed,
             }

@@ -18,7 +18,6 @@ from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import ENGINES
 from fourfold.errors import MachineError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
@@ -27,6 +26,7 @@ from fourfold.search.legal import require_legal
 from fourfold.search.query import entry_for
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
+from fourfold.spec.engine import ENGINES
 from fourfold.spec.layout import AXES
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase, cause

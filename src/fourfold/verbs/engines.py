@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from fourfold import files
-from fourfold.cost.stacks import RELEASES
 from fourfold.errors import UserError, inside, nearest
 from fourfold.launch.campaign import Say
 from fourfold.launch.command import Ended, Watch, run_command
@@ -22,13 +21,14 @@ from fourfold.launch.permit import Permit, gpu_count
 from fourfold.launch.queue import Work
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_command import follow_command, node_script
-from fourfold.logs.book import READERS, step_words
+from fourfold.logs.book import step_words
 from fourfold.result.files.stored import seal
 from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
 from fourfold.result.report import RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
 from fourfold.spec import RunSpec, catalog, check, codec, texts
+from fourfold.spec.engine import EXPORTS, READERS
 from fourfold.spec.site import Env, Site, require_form
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor
@@ -75,7 +75,7 @@ class EngineTemplate:
     @property
     def release(self) -> str:
         """Whose rules say what it can run, if not its stack's."""
-        return self.export if self.export in RELEASES else ""
+        return self.export if self.export in EXPORTS else ""
 
     @property
     def predicted_as(self) -> str:

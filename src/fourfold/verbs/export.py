@@ -14,7 +14,6 @@ from fourfold import files
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.peak import SURE, memory_bounds
-from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
@@ -29,6 +28,7 @@ from fourfold.search.query import entry_for, usual_cluster, usual_policy
 from fourfold.search.ranking import Ranking
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
+from fourfold.spec.engine import EXPORTS
 from fourfold.spec.policy import Policy
 from fourfold.spec.supported import left_out
 from fourfold.units import counted, three_digits

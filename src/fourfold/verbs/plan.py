@@ -17,7 +17,6 @@ import numpy as np
 from fourfold.cost.experts import imbalance
 from fourfold.cost.fit.calibration import MEASURED
 from fourfold.cost.schedule import Timeline
-from fourfold.cost.stacks import stack_rules
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -48,6 +47,7 @@ from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.routed import routed
 from fourfold.search.stack_names import listed
 from fourfold.spec import Cluster, check
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.run import fill_dp
 from fourfold.spec.words import SHARDINGS
@@ -258,7 +258,7 @@ def engine_best(
 
 def _is_for(first: PlanAnswer, query: PlanQuery) -> bool:
     """Return whether a plan's first choice is one of the query's engine, which --export writes."""
-    has_rules = stack_rules(query.stack).name == stack_rules(first.stack).name
+    has_rules = engine_of(query.stack).rules.name == engine_of(first.stack).rules.name
     return has_rules and first.best is not None and first.best.exported
 
 

@@ -15,7 +15,6 @@ from typing import Any, Unpack, overload
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
 from fourfold.cost.memory.unseen import Unseen, unseen_parts
-from fourfold.cost.stacks import has_experts, stack_of_release
 from fourfold.cost.table.cells import is_whole, number
 from fourfold.cost.table.predict import FIELDS, Finder, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
@@ -36,6 +35,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.stack_names import full_names, match_stack
 from fourfold.spec import Cluster, RunSpec, catalog, codec
 from fourfold.spec.catalog import generation_of
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import AnyRun, run_of
 from fourfold.units import counted
@@ -207,7 +207,7 @@ def _finder(known: Calibration, place: Cluster | None) -> Finder:
     """Coefficients as the planner finds them."""
 
     def find(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
-        if has_experts(stack) and place is None:  # a site, not a machine
+        if MeasuredAs.of(stack).experts and place is None:  # a site, not a machine
             return known.entry(stack, cluster, generation_of(hardware))
         return entry_for(known, stack, place or _row_machine(cluster, hardware, gpus))
 
@@ -243,7 +243,7 @@ def _measured_stack(
     stack, release, cluster, hardware, gpus, experts = key
     asked, size, release = stack.strip(), number(gpus), release.strip()
     try:
-        dated = stack_of_release(asked, release) if release else asked
+        dated = str(MeasuredAs.of(asked).released(release)) if release else asked
         has_dated = dated.lower() in full_names(known)
         machine = place or _row_machine(cluster, hardware, int(size) if is_whole(size) else 1)
         name = match_stack(

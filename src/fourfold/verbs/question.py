@@ -14,7 +14,6 @@ import numpy as np
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.dispatch import ALWAYS_THERE
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, with_experts
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows
@@ -29,6 +28,7 @@ from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import OwnRuns, PlanQuery
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
+from fourfold.spec.engine import EXPORTS, MeasuredAs, engine_of, release_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
@@ -37,7 +37,7 @@ from fourfold.verbs.machine import beyond_source, planned_calibration, planned_c
 from fourfold.verbs.requests import PlanRequest
 
 # Engines that are compared where none is named; the first that can run the model answers.
-EXPORTED = tuple(dict.fromkeys(engine.stack for engine in EXPORTS.values()))
+EXPORTED = tuple(dict.fromkeys(engine.export.predicted_as for engine in EXPORTS.values()))
 # Policy fields the search varies unless the request decides them.
 SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 
@@ -134,9 +134,11 @@ def _exported_stack(
 def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
     """Return the runs of a table or a store that this engine ended, with their seconds."""
     rows = measured_rows(path, cluster)
-    rules = stack_rules(stack).name
+    rules = engine_of(stack).rules.name
     ran = rows.usable & (rows.step_s > 0)
-    ran &= np.array([stack_rules(name or "generic").name == rules for name in rows.stack.tolist()])
+    ran &= np.array(
+        [engine_of(name or "generic").rules.name == rules for name in rows.stack.tolist()]
+    )
     return OwnRuns(rows.columns.take(ran), rows.step_s[ran])
 
 
@@ -175,7 +177,7 @@ def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy:
     layout, named = named_axes(request.layout)
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
     for engine in EXPORTED[:-1]:
-        rules = RELEASES[engine]
+        rules = EXPORTS[engine].rules
         kinds = {"schedule": rules.schedules, "cp_kind": rules.cp_kinds,
                  "sharding": [f"zero{stage}" for stage in rules.zeros]}  # fmt: skip
         decided = {name: getattr(policy, name) for name in kinds if name in request.policy}
@@ -301,7 +303,7 @@ def _stack(
         return queries.default_stack(cluster, known)
     stack = match_stack(asked, cluster, known, experts=experts)
     if stack != asked.strip().lower():
-        name = with_experts(stack) if experts else stack
+        name = str(MeasuredAs.of(stack).with_experts()) if experts else stack
         rows = {e.cluster: e.rows_time for e in known.entries if e.stack == name and e.rows_time}
         where = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in rows.items())
         measured = f"measured on {where}" if where else "never measured with experts"

@@ -7,7 +7,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
@@ -24,6 +23,7 @@ from fourfold.spec import (
     codec,
     words,
 )
+from fourfold.spec.engine import EXPORTS
 from fourfold.spec.run import nested, short_names
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, counted, price_from, share_from, size_from

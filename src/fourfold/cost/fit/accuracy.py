@@ -18,10 +18,10 @@ from fourfold.cost.fit.fit import fit_entries
 from fourfold.cost.fit.folds import KINDS, MANY_ROWS, Bools, sample
 from fourfold.cost.fit.validate import few_shot, held_out, left_out_of, others_of
 from fourfold.cost.memory.peak import REFUSED, SURE
-from fourfold.cost.stacks import has_experts
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import NoteWords
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.engine import MeasuredAs
 
 GROUP = (
     "source", "stack", "cluster", "hardware", "n_layers", "d_model", "n_heads", "n_gpus",
@@ -257,8 +257,10 @@ def study(
 def _prior(tables: list[Rows], calibration: Calibration) -> tuple[FittedStack, ...]:
     """Runs with experts learn from those without, which learn nothing from them: of tables that
     have only the former, what the calibration knows of the latter is no answer that leaks."""
-    routed = all(has_experts(stack) for rows in tables for stack in rows.stack[rows.usable])
-    return tuple(e for e in calibration.entries if routed and not has_experts(e.stack))
+    routed = all(
+        MeasuredAs.of(stack).experts for rows in tables for stack in rows.stack[rows.usable]
+    )
+    return tuple(e for e in calibration.entries if routed and not MeasuredAs.of(e.stack).experts)
 
 
 def _by_kind(tables: list[Rows], known: Calibration, tell: Callable[[str], None]) -> list[Result]:

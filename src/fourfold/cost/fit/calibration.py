@@ -22,9 +22,9 @@ from fourfold import files
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.coefficients import BY_NAME, HOST, LEAN, MEMORY, TIME, defaults
 from fourfold.cost.fit.ranges import Ranges, joined_ranges
-from fourfold.cost.stacks import family_of, has_experts, year_of
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec, texts
+from fourfold.spec.engine import MeasuredAs
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
@@ -123,7 +123,7 @@ class Calibration:
         check.name(name=self.name)
 
     def of(self, *, experts: bool) -> list[FittedStack]:
-        return [entry for entry in self.entries if has_experts(entry.stack) == experts]
+        return [entry for entry in self.entries if MeasuredAs.of(entry.stack).experts == experts]
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
@@ -131,15 +131,16 @@ class Calibration:
             if known.stack == stack and known.cluster == cluster:
                 return known, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
-        family = family_of(stack)
-        kin = [entry for entry in self.of(experts=has_experts(stack)) if entry.rows_time]
-        elsewhere = [e for e in kin if family_of(e.stack) == family != ""]
+        family = MeasuredAs.of(stack).engine
+        kin = [entry for entry in self.of(experts=MeasuredAs.of(stack).experts) if entry.rows_time]
+        elsewhere = [e for e in kin if MeasuredAs.of(e.stack).engine == family != ""]
         alike = any(e.generation == generation for e in kin)
         wide = replace(
             blended,
             basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
-            noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if has_experts(stack) else 1.0),
+            noise=(ELSEWHERE if elsewhere else NOWHERE)
+            * (ROUTED if MeasuredAs.of(stack).experts else 1.0),
             ranges=joined_ranges([entry.ranges for entry in kin]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
@@ -155,9 +156,9 @@ def _half_lean(coefficients: dict[str, float]) -> dict[str, float]:
 
 def similarity(entry: FittedStack, *, stack: str, cluster: str, generation: str) -> float:
     """How much one key says about another: same engine, same machine, same GPU, same years."""
-    weight = 1.0 + 4.0 * (family_of(entry.stack) == family_of(stack) != "")
+    weight = 1.0 + 4.0 * (MeasuredAs.of(entry.stack).engine == MeasuredAs.of(stack).engine != "")
     weight += 8.0 * (entry.cluster == cluster != "")
-    mine, other = year_of(entry.stack), year_of(stack)
+    mine, other = MeasuredAs.of(entry.stack).year, MeasuredAs.of(stack).year
     if mine is not None and other is not None:
         weight *= exp(-abs(mine - other) / 1.5)
     return weight * (1.0 if entry.generation == generation else 0.25)
@@ -172,10 +173,10 @@ def blend(
     better by the year, so each coefficient may have a small slope over the years.
     """
     kin = [entry for entry in entries if (entry.stack, entry.cluster) != (stack, cluster)]
-    if not has_experts(stack):  # what they teach beside experts is blurred by these
-        kin = [entry for entry in kin if not has_experts(entry.stack)]
+    if not MeasuredAs.of(stack).experts:  # what they teach beside experts is blurred by these
+        kin = [entry for entry in kin if not MeasuredAs.of(entry.stack).experts]
     like = [similarity(e, stack=stack, cluster=cluster, generation=generation) for e in kin]
-    year, years = year_of(stack), [year_of(entry.stack) for entry in kin]
+    year, years = MeasuredAs.of(stack).year, [MeasuredAs.of(entry.stack).year for entry in kin]
     ages = np.array([0.0, *(float(other - year) if year and other else 0.0 for other in years)])
     usual = defaults()
     weights, values = np.ones((2, len(kin) + 1, len(usual)))

@@ -21,9 +21,9 @@ from fourfold.cost.fit.interval import StepInterval, counts
 from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
-from fourfold.cost.stacks import has_experts, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
+from fourfold.spec.engine import MeasuredAs, engine_of
 
 MOST_TIME, MOST_MEMORY = 6, 3
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
@@ -193,7 +193,7 @@ def memory_misfit(rows: Sample, groups: Places) -> Misfit:
     """Of printed memory and of whether it ran: a log residual and a hinge, as one number."""
     has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
     measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
-    usual = [stack_defaults(stack) for stack in rows.stack.tolist()]
+    usual = [engine_of(stack).habits for stack in rows.stack.tolist()]
     rank0 = np.array([one.reports_rank0 for one in usual])
     final = np.array([one.reports_last for one in usual])
     # Each verdict counts half in total: tables have far more of one kind than of the other.
@@ -223,7 +223,7 @@ def _timed(entry: FittedStack, rows: Sample, left: Floats) -> FittedStack:
     made = replace(
         entry,
         rows_time=len(rows),
-        noise=noise_of(left, len(entry.free_time), is_routed=has_experts(entry.stack)),
+        noise=noise_of(left, len(entry.free_time), is_routed=MeasuredAs.of(entry.stack).experts),
         ranges=ranges(rows.columns) if len(rows) >= FEWEST_FOR_RANGE else {},
         counts=counts(rows.columns),
     )

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.kinds import DENSE
-from fourfold.cost.stacks import family_of
 from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import MODEL_AXES
 
 Places = NDArray[np.intp]
@@ -133,7 +133,9 @@ def keys_of(rows: Rows) -> NDArray[np.str_]:
 
 
 def _abroad(tables: Sequence[Rows]) -> Iterator[Fold]:
-    families = [np.array([family_of(s) for s in rows.stack.tolist()], str) for rows in tables]
+    families = [
+        np.array([MeasuredAs.of(s).engine for s in rows.stack.tolist()], str) for rows in tables
+    ]
     pairs = {
         pair
         for rows, family in zip(tables, families, strict=True)

@@ -10,12 +10,12 @@ from typing import Any
 from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.cost.experts import further
 from fourfold.cost.run import gradient_bytes, has_newer_flash
-from fourfold.cost.stacks import StackDefaults, stack_defaults
 from fourfold.cost.table.cells import Cells, number
 from fourfold.cost.table.reference import OVERLAP_WORDS
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.cluster import TYPICAL, Cluster, Link
+from fourfold.spec.engine import EngineHabits, engine_of
 from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
@@ -62,7 +62,7 @@ def described(
 ) -> Described:
     """Raises UserError for what is no run. `unsaid`: axes without a cell; None: the row says
     nothing of its layout."""
-    usual = stack_defaults(cells["stack"])
+    usual = engine_of(cells["stack"]).habits
     model = _model(cells, usual)
     cluster = _machine(cells, clusters)
     cells.assumed += [f"{axis} taken as 1" for axis in unsaid or ()]
@@ -78,7 +78,7 @@ def described(
     return Described(spec, cluster, group, least, further(model) | _beyond(cells, cluster))
 
 
-def _model(cells: Cells, usual: StackDefaults) -> ModelShape:
+def _model(cells: Cells, usual: EngineHabits) -> ModelShape:
     words, family = cells.words, cells["family"]
     vocab = cells.count("vocab", usual.tests_vocab, "taken as that of the engine's tests")
     layers, hidden, heads = (cells.count(name) for name in ("n_layers", "d_model", "n_heads"))
@@ -142,7 +142,7 @@ def _experts(cells: Cells) -> dict[str, Any]:
     return {"experts": experts, "top_k": cells.size("experts_per_token"), "moe": moe}
 
 
-def _policy(cells: Cells, usual: StackDefaults, cluster: Cluster, *, is_laid_out: bool) -> Policy:
+def _policy(cells: Cells, usual: EngineHabits, cluster: Cluster, *, is_laid_out: bool) -> Policy:
     words = cells.words
     known: dict[str, Any] = {
         "sharding": cells.one_of("sharding", {**_SHARDING, "": usual.sharding}, SHARDINGS)
@@ -174,8 +174,8 @@ def _policy(cells: Cells, usual: StackDefaults, cluster: Cluster, *, is_laid_out
     return policy
 
 
-def _dtypes(cells: Cells, usual: StackDefaults) -> dict[str, str | None]:
-    """Formats of gradients and moments that a row states; Megatron has one buffer of gradients."""
+def _dtypes(cells: Cells, usual: EngineHabits) -> dict[str, str | None]:
+    """Formats of gradients and moments that a row states."""
     words = cells.words
     grad, reduce, moments = (
         cells.one_of(name, _STATE_DTYPES, [*filter(None, _STATE_DTYPES)])
@@ -183,7 +183,7 @@ def _dtypes(cells: Cells, usual: StackDefaults) -> dict[str, str | None]:
     )
     if words.pure:
         reduce = reduce or "bf16"
-    elif usual.rules == "megatron":
+    elif engine_of(cells["stack"]).rules.one_gradient_buffer:
         grad, reduce = grad or reduce, reduce or grad
     if words.one_moment or (not moments and cells["family"] in usual.narrow_moments):
         moments = "bf16"  # two moments of two bytes; one of four takes as many
@@ -201,7 +201,7 @@ def _overlap(cells: Cells) -> set[str] | None:
     return said - {"none"}
 
 
-def _habits(cells: Cells, policy: Policy, usual: StackDefaults) -> list[str]:
+def _habits(cells: Cells, policy: Policy, usual: EngineHabits) -> list[str]:
     """What blank cells of settings were taken as."""
     stack, compute = cells["stack"].strip() or "generic", policy.dtypes.compute
     narrow = "fp16" if compute == "fp16" else "bf16"
@@ -225,7 +225,7 @@ def _habits(cells: Cells, policy: Policy, usual: StackDefaults) -> list[str]:
     return [f"{', '.join(said)}: habit{'s' * (len(said) > 1)} of {stack}"] if said else []
 
 
-def _recompute(cells: Cells, usual: StackDefaults) -> str:
+def _recompute(cells: Cells, usual: EngineHabits) -> str:
     """Our word for what the engine recomputes under the row's."""
     kind = cells["act_ckpt"]
     if not kind:
@@ -238,7 +238,7 @@ def _recompute(cells: Cells, usual: StackDefaults) -> str:
     return "norm+mlp" if usual.selective_mlp else kind
 
 
-def _dispatcher(cells: Cells, usual: StackDefaults, cluster: Cluster) -> str:
+def _dispatcher(cells: Cells, usual: EngineHabits, cluster: Cluster) -> str:
     in_rack = cluster.links[0].ranks > cluster.host_gpus
     left_open = usual.dispatcher if in_rack else usual.host_dispatcher or usual.dispatcher
     known = {name: name for name in DISPATCHERS}

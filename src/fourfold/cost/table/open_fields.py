@@ -15,10 +15,10 @@ import numpy as np
 from fourfold.cost.columns import Coefficients, Columns, columns
 from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.cells import Bools, Draft, Floats, blank, each
 from fourfold.cost.table.reference import RowTable, note_words
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
@@ -45,7 +45,9 @@ def open_fields(table: RowTable, stages: Floats) -> dict[str, Bools]:
     """Rows that leave each field within their layout open. Between pipeline stages single sequences
     are handed over where nobody says more; a stack that usually recomputes everything does."""
 
-    recomputes = each(table.column("stack"), lambda name: stack_defaults(name).recompute == "full")
+    recomputes = each(
+        table.column("stack"), lambda name: engine_of(name).habits.recompute == "full"
+    )
     said = each(table.column("note"), lambda note: note_words(note).recomputes)
     several = stages > 1
     return {

@@ -18,10 +18,10 @@ from fourfold.cost.fit.interval import provenance
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance
 from fourfold.cost.predict import predictions
-from fourfold.cost.stacks import is_known, stack_defaults
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
+from fourfold.spec.engine import engine_of, is_known
 
 CHUNK = 8192
 FIELDS = (
@@ -115,7 +115,7 @@ def _answer(
     """Fills in these rows; returns what to say of their networks, and what they rest on."""
     c = rows.columns.take(part)
     found = predictions(c, entry)
-    room, usual = found.room, stack_defaults(entry.stack)
+    room, usual = found.room, engine_of(entry.stack).habits
     printed = room.first_bytes if usual.reports_rank0 else room.worst_bytes
     printed = room.last_bytes if usual.reports_last else printed
     out["step"][part], out["low"][part], out["high"][part] = found.step_s, found.low_s, found.high_s

@@ -11,7 +11,6 @@ import numpy as np
 
 from fourfold.cost.memory.peak import GIB
 from fourfold.cost.run import columns_of
-from fourfold.cost.stacks import site_of, with_experts
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
@@ -21,6 +20,7 @@ from fourfold.result.record import OWN_STACK
 from fourfold.result.report import RunReport
 from fourfold.spec import check
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import MeasuredAs, site_of
 from fourfold.units import counted
 
 STACK = OWN_STACK
@@ -64,7 +64,9 @@ def report_rows(
         columns=columns_of([r.spec for r in reports], cluster=cluster, stack=STACK),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
-        stack=np.array([with_experts(STACK) if has else STACK for has in routed]),
+        stack=np.array(
+            [str(MeasuredAs.of(STACK).with_experts()) if has else STACK for has in routed]
+        ),
         cluster=np.array([site_of(cluster.name) if has else cluster.name for has in routed]),
         hardware=np.array([cluster.device.id] * n),
         step_s=np.array([_step_s(r) for r in reports]),

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import DEFAULTS, Columns, columns
 from fourfold.cost.run import run_facts
-from fourfold.cost.stacks import is_known, site_of, stack_of_release, with_experts
 from fourfold.cost.table.cells import (
     MEASURED,
     Bools,
@@ -36,6 +35,7 @@ from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, RowTable, note_wor
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import MeasuredAs, is_known, site_of
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 # Fields of a run by the columns that say them.
@@ -90,7 +90,7 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
         columns=columns(table.length, **facts),
         usable=usable,
         reasons=draft.reasons(),
-        stack=_of_experts(table, "stack", with_experts),
+        stack=_of_experts(table, "stack", lambda name: str(MeasuredAs.of(name).with_experts())),
         cluster=_of_experts(table, "cluster", site_of),
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=measured(table.column("step_s")),
@@ -104,7 +104,7 @@ def _name_releases(draft: Draft) -> None:
     stacks, releases = draft.table.column("stack"), draft.table.column("engine_release")
     for i in np.flatnonzero(~blank(draft.table, "engine_release")).tolist():
         try:
-            stacks[i] = stack_of_release(stacks[i], releases[i])
+            stacks[i] = str(MeasuredAs.of(stacks[i]).released(releases[i]))
         except UserError as error:
             draft.refuse([i], f"{error.field} {error.value} {error.rule}")
 

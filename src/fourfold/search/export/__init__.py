@@ -12,7 +12,6 @@ from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
-from fourfold.cost.stacks import EXPORTS, ExportEngine, is_known, stack_rules
 from fourfold.errors import UserError
 from fourfold.search.export.setup import (
     Package,
@@ -27,6 +26,7 @@ from fourfold.search.export.setup import (
 from fourfold.search.legal import Target, certain_refusals, why_not_spec
 from fourfold.search.query import PlanQuery, policy_of_engine
 from fourfold.spec import catalog
+from fourfold.spec.engine import EXPORTS, Engine, engine_of, is_known
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import without_idle_window
@@ -39,7 +39,7 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
     """File name -> text: a job that writes the script on every host and runs it."""
     if kind not in AROUND:
         raise UserError("unknown job", field="job", value=kind, hint=f"use {' or '.join(AROUND)}")
-    if not EXPORTS[engine].writer:
+    if not EXPORTS[engine].export.writer:
         if setup.hosts > 1:
             hint = "use --export of another engine, or 'fourfold bench --on' for Slurm"
             raise UserError("is for one host", field="job", value=kind, hint=hint)
@@ -47,7 +47,7 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
             f"cat >run.toml <<'END_OF_RUN'\n{script}END_OF_RUN\nfourfold bench --spec run.toml\n"
         )
     name, depth = AROUND[kind]
-    known = catalog.data("stacks.toml")["skypilot"]
+    known = catalog.data("skypilot.toml")
     values = {
         "engine": engine.replace(".", "-"),
         "hosts": setup.hosts,
@@ -76,7 +76,7 @@ __all__ = [
     "writers",
 ]
 ENGINES = tuple(EXPORTS)
-USUAL = tuple(engine.name for engine in EXPORTS.values() if not engine.on_demand)
+USUAL = tuple(engine.name for engine in EXPORTS.values() if not engine.export.on_demand)
 
 
 def engine_named(text: str) -> str:
@@ -85,24 +85,28 @@ def engine_named(text: str) -> str:
     name = text.strip().lower()
     if name in EXPORTS or not is_known(name):
         return name
-    rules = stack_rules(name).name
-    return next((engine.name for engine in EXPORTS.values() if engine.stack == rules), name)
+    rules = engine_of(name).rules.name
+    return next(
+        (engine.name for engine in EXPORTS.values() if engine.export.predicted_as == rules), name
+    )
 
 
 def stack_of(engine: str) -> str:
     """Whose engine the numbers must be for, so that they are the exported run's."""
-    return _entry(engine).stack
+    return _entry(engine).export.predicted_as
 
 
 def has_rules_of(engine: str, stack: str | None) -> bool:
     """Return whether a stack's rules are those of the engine, so that its numbers may be an
     export's."""
-    return bool(stack) and stack_rules(stack or "").name == stack_rules(stack_of(engine)).name
+    return (
+        bool(stack) and engine_of(stack or "").rules.name == engine_of(stack_of(engine)).rules.name
+    )
 
 
 def check(engine: str, model: ModelShape) -> None:
     entry = _entry(engine)
-    if entry.writer:
+    if entry.export.writer:
         _writer(entry).check(model, entry)
 
 
@@ -110,10 +114,10 @@ def check_always(engine: str, setup: Setup) -> None:
     """Refuse what an engine has no settings for in any layout: a model, a batch or a policy."""
     entry, model = _entry(engine), without_idle_window(setup.model, setup.batch.seq_len)
     check(engine, model)
-    target = Target(stack=setup.stack, release=engine if entry.writer else "")
+    target = Target(stack=setup.stack, release=engine if entry.export.writer else "")
     for refusal in certain_refusals(model, setup.batch, setup.policy, target):
         raise refusal.error
-    if entry.writer:
+    if entry.export.writer:
         _settings(entry, replace(setup, model=model))
 
 
@@ -147,20 +151,24 @@ def writers(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
 def runs_in(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
     """Return titles of engines that --export writes a layout for, that of the stack whose numbers
     they are among them; an older release counts where the newer one cannot."""
-    own = stack_rules(query.stack).name
+    own = engine_of(query.stack).rules.name
     titles: dict[str, str] = {}
     for name, engine in EXPORTS.items():
-        is_listed = name in (*USUAL, own) and engine.before not in titles
+        is_listed = name in (*USUAL, own) and engine.export.before not in titles
         if is_listed and _can_write(name, query, spec):
-            titles[name] = engine.title or name
+            titles[name] = engine.title
     return tuple(titles.values())
 
 
 def is_written(query: PlanQuery, spec: RunSpec) -> bool:
     """Return whether --export writes a layout for the engine whose seconds a plan has; for any
     engine, where there is no export of that one."""
-    rules = stack_rules(query.stack).name
-    own = [name for name, engine in EXPORTS.items() if stack_rules(engine.stack).name == rules]
+    rules = engine_of(query.stack).rules.name
+    own = [
+        name
+        for name, engine in EXPORTS.items()
+        if engine_of(engine.export.predicted_as).rules.name == rules
+    ]
     return any(_can_write(name, query, spec) for name in own or EXPORTS)
 
 
@@ -182,7 +190,7 @@ def _legal_package(engine: str, setup: Setup) -> Package | None:
     """Return what is written for a run, after every rule of the engine's release; None for our own
     engine."""
     entry = _entry(engine)
-    if not entry.writer:
+    if not entry.export.writer:
         for refusal in why_not_spec(setup.spec):
             raise refusal.error
         return None
@@ -192,7 +200,7 @@ def _legal_package(engine: str, setup: Setup) -> Package | None:
     return _settings(entry, setup)
 
 
-def _settings(engine: ExportEngine, setup: Setup) -> Package:
+def _settings(engine: Engine, setup: Setup) -> Package:
     """Return the files of a setup whose layout breaks no rule. What is refused here, is refused in
     every layout: rules that read a layout are the search's too (search/rules)."""
     writer = _writer(engine)
@@ -200,11 +208,11 @@ def _settings(engine: ExportEngine, setup: Setup) -> Package:
     return writer.package(setup, engine)
 
 
-def _writer(engine: ExportEngine) -> Any:
-    return importlib.import_module(f"{__name__}.{engine.writer}")
+def _writer(engine: Engine) -> Any:
+    return importlib.import_module(f"{__name__}.{engine.export.writer}")
 
 
-def _entry(engine: str) -> ExportEngine:
+def _entry(engine: str) -> Engine:
     if engine not in EXPORTS:
         rule = "unknown engine"
         if is_known(engine):

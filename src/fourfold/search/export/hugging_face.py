@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import Package, Setup, filled
+from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
 
 CHOICES = {
@@ -23,11 +23,11 @@ _ENTRY = '"${TRAIN:?set TRAIN: your training script}"'
 _BUCKET = 500_000_000  # elements that DeepSpeed sends at once: its default
 
 
-def check(model: ModelShape, engine: ExportEngine) -> None:
+def check(model: ModelShape, engine: Engine) -> None:
     """Any model that transformers has."""
 
 
-def package(setup: Setup, engine: ExportEngine) -> Package:
+def package(setup: Setup, engine: Engine) -> Package:
     return _accelerate(setup, engine) if engine.name == "accelerate" else _deepspeed(setup, engine)
 
 
@@ -44,7 +44,7 @@ def _own(setup: Setup) -> str:
     )
 
 
-def _accelerate(setup: Setup, engine: ExportEngine) -> Package:
+def _accelerate(setup: Setup, engine: Engine) -> Package:
     layout, zero = setup.layout, setup.policy.zero
     values = {
         "distributed_type": "FSDP" if zero else "MULTI_GPU",
@@ -89,7 +89,7 @@ def _variables(values: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _deepspeed(setup: Setup, engine: ExportEngine) -> Package:
+def _deepspeed(setup: Setup, engine: Engine) -> Package:
     layout, policy = setup.layout, setup.policy
     config: dict[str, Any] = {
         "train_batch_size": setup.batch.global_batch,

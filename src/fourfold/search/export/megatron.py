@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from fourfold.cost.count.params import end_layers
 from fourfold.cost.scaling import KINDS
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.megatron_experts import (
     about_experts,
     check_experts,
@@ -18,6 +17,7 @@ from fourfold.search.export.megatron_experts import (
 from fourfold.search.export.megatron_positions import check_positions, position_flags
 from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 
@@ -89,11 +89,11 @@ _STEP_GRAPH: Flags = {
 _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 
 
-def check(model: ModelShape, engine: ExportEngine) -> None:
-    check_model(engine.name, model, _MODELS if engine.before else _MODELS | _RECENT)
+def check(model: ModelShape, engine: Engine) -> None:
+    check_model(engine.name, model, _MODELS if engine.export.before else _MODELS | _RECENT)
     _check_biases(model)
     _check_window(model)
-    if model.latent and not model.latent.q_rank and not engine.plain_queries:
+    if model.latent and not model.latent.q_rank and not engine.export.plain_queries:
         hint = "a rank of compressed queries, or --export megatron-0.16 (0.18.2 takes it, too)"
         raise no_setting(engine.name, "model.latent.q_rank", "none", hint)
     if model.moe:
@@ -119,7 +119,7 @@ def _check_biases(model: ModelShape) -> None:
         raise no_setting("megatron", f"model.{odd[0]}", parts[odd[0]], hint)
 
 
-def package(setup: Setup, engine: ExportEngine) -> Package:
+def package(setup: Setup, engine: Engine) -> Package:
     flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
     flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
     if setup.model.moe:
@@ -136,7 +136,7 @@ def package(setup: Setup, engine: ExportEngine) -> Package:
         str(word)
         for name, value in flags.items()
         for word in (
-            engine.older_flags.get(name, name),
+            engine.export.older_flags.get(name, name),
             *(() if value is None else str(value).split()),
         )
     ]

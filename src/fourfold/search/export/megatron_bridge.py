@@ -6,10 +6,10 @@ import functools
 from dataclasses import fields, replace
 from typing import Any
 
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export import megatron
 from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec import catalog
+from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
 
 CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
@@ -22,7 +22,7 @@ def _tables() -> dict[str, Any]:
     return catalog.data("megatron-bridge.toml")
 
 
-def check(model: ModelShape, engine: ExportEngine) -> None:
+def check(model: ModelShape, engine: Engine) -> None:
     recipes = _tables()["recipes"]
     if model.name not in recipes:
         hint = f"{', '.join(recipes)} (it has recipes of these), or --export megatron"
@@ -31,7 +31,7 @@ def check(model: ModelShape, engine: ExportEngine) -> None:
     megatron.check(model, engine)
 
 
-def _check_sizes(model: ModelShape, engine: ExportEngine) -> None:
+def _check_sizes(model: ModelShape, engine: Engine) -> None:
     """Refuse what a recipe, which has its sizes from the Hub, would build otherwise."""
     preset = catalog.model(model.name)
     if model.window is None:  # or one as long as the sequence
@@ -43,7 +43,7 @@ def _check_sizes(model: ModelShape, engine: ExportEngine) -> None:
             raise no_setting(engine.name, f"model.{one.name}", value, hint)
 
 
-def package(setup: Setup, engine: ExportEngine) -> Package:
+def package(setup: Setup, engine: Engine) -> Package:
     plain, tables = megatron.package(setup, engine), _tables()
     kind = {"fp8": f"fp8-{setup.policy.scaling_kind}"}
     precision = tables["precisions"][kind.get(setup.policy.precision, setup.policy.precision)]

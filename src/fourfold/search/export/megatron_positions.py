@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import Flags, no_setting
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
 
 # Numbers of its scalings that no flag sets.
@@ -14,7 +14,7 @@ _BUILT_IN: dict[str, dict[str, float]] = {
 }
 
 
-def check_positions(model: ModelShape, engine: ExportEngine) -> None:
+def check_positions(model: ModelShape, engine: Engine) -> None:
     """Latent attention scales by YaRN, and by nothing else; other attention by YaRN since 0.19."""
     place, scaling, name = model.positions, model.positions.scaling, "model.positions.scaling"
     if place.kind == "rope" and place.theta != int(place.theta):
@@ -22,7 +22,7 @@ def check_positions(model: ModelShape, engine: ExportEngine) -> None:
     if scaling is None:
         return
     is_plain_yarn = scaling.kind == "yarn" and model.latent is None
-    if (scaling.kind != "yarn" and model.latent) or (is_plain_yarn and engine.before):
+    if (scaling.kind != "yarn" and model.latent) or (is_plain_yarn and engine.export.before):
         hint = "none, or yarn" if model.latent else "none, linear or llama3"
         raise no_setting("megatron", f"{name}.kind", scaling.kind, hint)
     if is_plain_yarn:

@@ -13,13 +13,13 @@ from operator import attrgetter
 from string import Template
 from typing import Any
 
-from fourfold.cost.stacks import ExportEngine, StackDefaults, stack_defaults
 from fourfold.errors import UserError
 from fourfold.escape import toml_text
 from fourfold.search.legal import Target, why_not
 from fourfold.search.plan_answer import Choice
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import Engine, EngineHabits, engine_of
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
@@ -103,8 +103,8 @@ class Setup:
         return min(self.host_gpus, self.layout.world)
 
     @property
-    def defaults(self) -> StackDefaults:
-        return stack_defaults(self.stack)
+    def defaults(self) -> EngineHabits:
+        return engine_of(self.stack).habits
 
     @property
     def overlaps_tp(self) -> bool:
@@ -130,7 +130,7 @@ class Package:
     """`entry` is shell text: the program and what it needs besides engine.args, where `$here` is
     the folder of the files. `own` names what the user still has to add."""
 
-    engine: ExportEngine
+    engine: Engine
     entry: str
     env: dict[str, str]
     engine_args: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Package:
     about: tuple[str, ...] = ()  # sentences on what this release does
 
 
-def filled(name: str, engine: ExportEngine, values: Mapping[str, object]) -> str:
+def filled(name: str, engine: Engine, values: Mapping[str, object]) -> str:
     """A file for an engine, of its template in data/engines."""
     text = Template(catalog.text(f"engines/{name}"))
     return text.substitute(values, mark=MARK, release=engine.release)

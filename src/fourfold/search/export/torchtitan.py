@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.search.export.torchtitan_model import (
     about,
@@ -16,6 +15,7 @@ from fourfold.search.export.torchtitan_model import (
     check,
     parts,
 )
+from fourfold.spec.engine import Engine
 from fourfold.spec.policy import Policy
 
 __all__ = ["CHOICES", "check", "package"]
@@ -46,11 +46,11 @@ _FP8_IMPORT = "from torchtitan.components.quantization import Float8LinearConver
 _FP8 = "quantize.linear.float8"  # release 0.2: its converter
 
 
-def package(setup: Setup, engine: ExportEngine) -> Package:
+def package(setup: Setup, engine: Engine) -> Package:
     policy = setup.policy
     if policy.async_tp and not policy.compile:
         raise no_setting(engine.name, "policy.async_tp", True, "compile = true, which it needs")
-    if engine.before:
+    if engine.export.before:
         return _flags_package(setup, engine)
     return Package(
         engine=engine,
@@ -106,7 +106,7 @@ def _training(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _config(setup: Setup, engine: ExportEngine) -> str:
+def _config(setup: Setup, engine: Engine) -> str:
     policy = setup.policy
     # Captured graphs know no pipeline, and are not what was priced.
     trained = _training(setup) | {"disable_cuda_graphs": True}
@@ -134,7 +134,7 @@ def _converted(policy: Policy) -> str:
     return f"Float8LinearConverter.Config({settings}).build().convert(model())"
 
 
-def _flags_package(setup: Setup, engine: ExportEngine) -> Package:
+def _flags_package(setup: Setup, engine: Engine) -> Package:
     """Of release 0.2."""
     policy = setup.policy
     words = [word for name, value in _options(setup).items() for word in (f"--{name}", str(value))]

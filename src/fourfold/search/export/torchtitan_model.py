@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from fourfold.cost.count.params import first_routed
-from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import LLAMA_SHAPE, Setup, check_model, filled, no_setting
+from fourfold.spec.engine import Engine
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape, Positions
 
@@ -62,7 +62,7 @@ def names(model: ModelShape) -> dict[str, str]:
     }
 
 
-def check(model: ModelShape, engine: ExportEngine) -> None:
+def check(model: ModelShape, engine: Engine) -> None:
     check_model(engine.name, model, _SHAPES)
     place, package = model.positions, names(model)["package"]
     if place.kind != "rope":
@@ -74,24 +74,24 @@ def check(model: ModelShape, engine: ExportEngine) -> None:
         _check_experts(model, model.moe, engine)
     elif model.latent:
         raise no_setting(engine.name, "model.latent", model.latent, "experts with it")
-    if engine.before and package != "qwen3" and model.tied:
+    if engine.export.before and package != "qwen3" and model.tied:
         raise no_setting(engine.name, "model.tied", True, "release 0.3 (--export torchtitan)")
-    if engine.before and package == "llama3" and model.attention_width != model.hidden:
+    if engine.export.before and package == "llama3" and model.attention_width != model.hidden:
         raise no_setting(engine.name, "model.head_dim", model.head_dim, "hidden / heads")
 
 
-def _check_experts(model: ModelShape, moe: Moe, engine: ExportEngine) -> None:
+def _check_experts(model: ModelShape, moe: Moe, engine: Engine) -> None:
     known = dict(_EXPERTS)
     if moe.groups > 1:
         known["group_score"] = ("best-two",)
-    if engine.before:
+    if engine.export.before:
         known["every"] = (1,)
         known |= {} if model.latent else {"dense_first": (0,)}
     for name, values in known.items():
         if (value := getattr(moe, name)) not in values:
             hint = " or ".join(str(one) for one in values)
             raise no_setting(engine.name, f"model.moe.{name}", value, hint)
-    if engine.before and moe.shared_ffn % moe.ffn:
+    if engine.export.before and moe.shared_ffn % moe.ffn:
         hint = f"a multiple of moe.ffn={moe.ffn}"
         raise no_setting(engine.name, "model.moe.shared_ffn", moe.shared_ffn, hint)
 
@@ -154,7 +154,7 @@ def _scaling(place: Positions) -> dict[str, Any]:
     return dict(zip(_SCALED, (*values, scaling.original_length), strict=True))
 
 
-def parts(setup: Setup, engine: ExportEngine) -> dict[str, object]:
+def parts(setup: Setup, engine: Engine) -> dict[str, object]:
     """What its file of release 0.3 is filled with."""
     model, own = setup.model, names(setup.model)
     sizes: dict[str, object] = {name: getattr(model, name) for name in _SIZES}
@@ -174,7 +174,7 @@ def parts(setup: Setup, engine: ExportEngine) -> dict[str, object]:
     }
 
 
-def _attention(setup: Setup, engine: ExportEngine, values: dict[str, object]) -> str:
+def _attention(setup: Setup, engine: Engine, values: dict[str, object]) -> str:
     model, latent = setup.model, setup.model.latent
     values = {**values, "rope_fields": arguments(_rope(setup), 3)}
     if latent is None:
@@ -197,7 +197,7 @@ def _attention(setup: Setup, engine: ExportEngine, values: dict[str, object]) ->
     return filled("torchtitan-latent.py.txt", engine, {**values, **more})
 
 
-def _experts(setup: Setup, engine: ExportEngine) -> dict[str, object]:
+def _experts(setup: Setup, engine: Engine) -> dict[str, object]:
     model, moe = setup.model, setup.model.moe
     if moe is None:
         return {"experts": "", "routed": "", "hook": None, "optimizer_imports": "default_adamw"}

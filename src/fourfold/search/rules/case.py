@@ -12,8 +12,8 @@ from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
-from fourfold.cost.stacks import EngineRules
 from fourfold.spec.cluster import Device
+from fourfold.spec.engine import EngineRules
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import CP_KINDS, SCHEDULES

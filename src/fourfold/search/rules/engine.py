@@ -33,12 +33,12 @@ def _world_words(c: RuleCase) -> Words:
 
 
 def _family(c: RuleCase) -> Truth:
-    own = c.runs and c.stack.name == "fourfold"
+    own = c.runs and c.stack.is_ours
     return c.model.family not in c.stack.families or (own and bool(not_run(c.model, c.seq_len)))
 
 
 def _family_words(c: RuleCase) -> Words:
-    lacking = not_run(c.model, c.seq_len) if c.stack.name == "fourfold" else ()
+    lacking = not_run(c.model, c.seq_len) if c.stack.is_ours else ()
     if lacking:
         rule = f"needs {', '.join(lacking)}, which the engine does not support"
         only_long = not not_run(c.model, min(c.seq_len, c.model.window or c.seq_len))
