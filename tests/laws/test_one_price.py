@@ -37,7 +37,7 @@ from fourfold.spec.engine import ENGINES, MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, running_schedule
-from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
+from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS, scaled_name
 from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.question import resolved
@@ -310,6 +310,9 @@ SPELLINGS = {
     "Megatron-Bridge-2026": "megatron-bridge-2026",
     "megatron-bridge-2025": "megatron-bridge-2025",
     "Megatron-LM": "megatron-lm-2025",
+    "megatron_lm": "megatron-lm-2025",
+    "mcore": "megatron-bridge-2026",
+    "Megatron Core": "megatron-bridge-2026",
     "megatron-lm-2025": "megatron-lm-2025",
     "nemo": "nemo-2025",
     "nemo-2025": "nemo-2025",
@@ -329,7 +332,7 @@ def _spelled(stack: str) -> tuple[PlanRequest, RunSpec]:
 @pytest.mark.parametrize(
     "spellings",
     [
-        ("megatron", "megatron-bridge-2026", "Megatron-LM"),
+        ("megatron", "Megatron Core", "Megatron-LM"),
         pytest.param(tuple(SPELLINGS), marks=pytest.mark.slow),
     ],
 )
@@ -479,6 +482,25 @@ def test_table_row_without_gradient_dtype_has_the_habit_and_names_it(tmp_path: P
     assert fourfold.predict_table(str(path)).answers.step_s[0] == older.step_s
 
 
+def test_cells_of_a_table_are_spelt_as_flags_are(tmp_path: Path) -> None:
+    usual = {"precision": "fp8", "sharding": "zero3", "grad_dtype": "fp32"}
+    spelt = {
+        "precision": ("FP8", "fp8-cs", "float8"),
+        "sharding": ("fsdp", "FULL_SHARD", "ZeRO-3"),
+        "grad_dtype": ("float32", "FP32"),
+    }
+    rows = [usual] + [usual | {name: word} for name, words in spelt.items() for word in words]
+    sizes = {"n_gpus": 8, "dp": 8, "seq_len": 4096, "mbs": 1, "gbs": 8}
+    shared = model_columns(catalog.model("llama-3.2-1b")) | sizes | {"hardware": "h100-80gb"}
+    cells = [shared | row | {"row_id": i} for i, row in enumerate(rows)]
+    lines = [[*cells[0]], *([str(cell) for cell in row.values()] for row in cells)]
+    path = tmp_path / "rows.csv"
+    path.write_text(csv_text(lines))
+    found = fourfold.predict_table(str(path)).answers
+    assert len({*zip(found.step_s, found.worst_gb, strict=True)}) == 1
+    assert all("not expressible" not in reason for reason in found.reasons)
+
+
 def test_predict_takes_a_gpu_as_plan_does_and_asks_for_a_machine() -> None:
     request, run = _spelled("megatron")
     best = fourfold.plan(replace(request, cluster=None, gpu="h100-80gb")).best
@@ -544,8 +566,11 @@ def filled_row(rng: random.Random) -> FilledRow | None:
     virtual = rng.choice((1, 1, 2, 4)) if layout.pp > 1 else 1
     kinds = ("none", "selective", "full", *(("moe", "moe-act") if has_experts else ()))
     grad, moments = rng.choice(("fp32", "bf16")), rng.choice(("fp32", "bf16"))
+    precision = rng.choice(("bf16-mixed", "bf16-mixed", "fp8", "bf16-pure"))
+    scaling = rng.choice(("auto", "block", "mx")) if precision == "fp8" else "auto"
     policy = Policy(
-        precision=rng.choice(("bf16-mixed", "bf16-mixed", "fp8", "bf16-pure")),
+        precision=precision,
+        scaling=scaling,
         sharding=rng.choice(("zero2", "zero3")) if is_titan else "zero1",
         sequence_parallel=layout.tp > 1 and rng.random() < 0.8,
         virtual_stages=virtual,
@@ -580,7 +605,8 @@ def filled_row(rng: random.Random) -> FilledRow | None:
         **model_columns(model), "seq_len": 4096, "n_gpus": run.gpus, **layout.sizes,
         "vpp": virtual, "mbs": batch.micro_batch, "gbs": 512, "sharding": policy.sharding,
         "sequence_parallel": int(policy.sequence_parallel), "routing": policy.routing,
-        "precision": policy.precision, "act_ckpt": policy.recompute, "attention": "flash",
+        "precision": scaled_name(precision, scaling), "act_ckpt": policy.recompute,
+        "attention": "flash",
         "dispatcher": policy.dispatcher if has_experts else "",
         "grad_dtype": policy.grad_dtype or ("bf16" if policy.precision == "bf16-pure" else "fp32"),
         "reduce_dtype": policy.reduce_dtype or "fp32",

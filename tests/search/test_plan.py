@@ -463,6 +463,8 @@ def test_stack_names_find_their_measured_kin() -> None:
     assert match_stack("megatron-deepspeed", None, SHIPPED) == "megatron-deepspeed-2022"
     with pytest.raises(UserError, match="unknown stack"):
         match_stack("mine", h100, SHIPPED)
+    with pytest.raises(UserError, match="without --stack"):
+        match_stack("megatron-0.16", h100, SHIPPED)
     assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "generic"
 
 

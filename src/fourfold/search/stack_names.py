@@ -10,7 +10,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.search.query import twin
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import ENGINES, MeasuredAs, engine_of
+from fourfold.spec.engine import ENGINES, EXPORTS, MeasuredAs, engine_of, spelt
 from fourfold.spec.words import SHARDING
 
 _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
@@ -64,11 +64,16 @@ def require_known(stack: str, calibration: Calibration) -> str:
     name = stack.strip().lower()
     short = short_names(calibration)
     measured = {name.lower(): name for name in full_names(calibration)}
-    if name in measured or name in short or _YEAR.sub("", name) in short:
-        return measured.get(name, name)
+    if name in measured:
+        return measured[name]
+    for spelling in (spelt(name), name):
+        if spelling in measured or spelling in short or _YEAR.sub("", spelling) in short:
+            return measured.get(spelling, spelling)
     hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
     if (sharding := SHARDING.get(name)) is not None:
         hint = f"it is a sharding: --sharding {sharding}, with --stack torchtitan or accelerate"
+    if name in EXPORTS:
+        hint = f"it is a release that settings are written for: --export {name}, without --stack"
     raise UserError("unknown stack", field="stack", value=stack, hint=hint)
 
 

@@ -15,7 +15,14 @@ from fourfold.spec import codec, words
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.model import FAMILIES
 from fourfold.spec.texts import DATA, data
-from fourfold.spec.words import CP_KINDS, DTYPE_BYTES, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.words import (
+    CP_KINDS,
+    DTYPE_BYTES,
+    PRECISIONS,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    plain_word,
+)
 
 T = TypeVar("T", "EngineRules", "EngineHabits")
 OURS = "fourfold"  # the engine of src/fourfold/engine
@@ -208,7 +215,7 @@ def _habits(table: Mapping[str, Any], base: EngineHabits, path: str) -> EngineHa
     return _changed(base, fields, path)
 
 
-_OF_ENGINE = ("like", "dated", "runs_as")
+_OF_ENGINE = ("like", "dated", "runs_as", "called")
 
 
 @functools.cache
@@ -250,6 +257,8 @@ EXPORTS: dict[str, Engine] = {
     for folder, own in _TABLES.items()
     for name, table in own.get("exports", {}).items()
 }
+# What people call an engine, where that is another name.
+_CALLED = {word: name for name, (_, own) in _NAMES.items() for word in own.get("called", ())}
 # Readers of logs, by the folder of their engine.
 READERS: dict[str, str] = {
     folder: own["reader"] for folder, own in _TABLES.items() if "reader" in own
@@ -354,9 +363,16 @@ def is_known(stack: str) -> bool:
     return bool(_known_name(MeasuredAs.of(stack.lower()).engine))
 
 
+def spelt(stack: str) -> str:
+    """An engine's name as it is here: 'Megatron_LM' is 'megatron-lm', and one that people call
+    otherwise (`called` in its file: 'mcore') has its own."""
+    name = plain_word(stack)
+    return _CALLED.get(name, name)
+
+
 def release_of(stack: str) -> str:
     """The engine of EXPORTS that a name without a year stands for; '': a measured engine."""
-    name = stack.strip().lower()
+    name = spelt(stack)
     known = ENGINES.get(name)
     name = known.runs_as or name if known else name
     export = EXPORTS[name].export if name in EXPORTS else SettingsExport()

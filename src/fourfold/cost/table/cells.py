@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fourfold import door
 from fourfold.cost.table.reference import NoteWords, RowTable
 from fourfold.errors import UserError, shorten
+from fourfold.spec.words import plain_word
 from fourfold.units import plain_float
 
 T = TypeVar("T")
@@ -146,6 +147,8 @@ class Cells:
         return value > 0
 
     def one_of(self, name: str, known: Mapping[str, T], shown: Sequence[str]) -> T:
-        if self[name] not in known:
+        """`known` by the cell as it is, or as a word (lower case, '-' for '_' and blanks)."""
+        word = self[name] if self[name] in known else plain_word(self[name])
+        if word not in known:
             raise UserError(f"is not one of {', '.join(shown)}", field=name)
-        return known[self[name]]
+        return known[word]

@@ -20,7 +20,16 @@ from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SHARDINGS
+from fourfold.spec.words import (
+    DTYPES,
+    HYBRID,
+    PRECISION,
+    PRECISIONS,
+    PRICED_ATTENTION,
+    SHARDING,
+    SHARDINGS,
+    with_scaling,
+)
 
 _USUAL = "taken as the stack's usual"
 _UNGATED = ("mpt", "gpt", "falcon", "nemotron")
@@ -31,15 +40,18 @@ _WINDOW = 128
 # Tokens above an even share that a capacity drops; rows that drop name none.
 _USUAL_CAPACITY = 1.0
 _GROUPED_FROM = 512  # ranks, from which a stack shards in its usual groups
-_PRECISION = {"": "bf16-mixed", "bf16": "bf16-mixed", **{name: name for name in DTYPES[1:]},
-              "bf16-mixed": "bf16-mixed", "bf16-pure": "bf16-pure"}  # fmt: skip
-_SHARDING = {name: name for name in SHARDINGS} | {"none": "zero0", "ddp": "zero0"}
+_PRECISION = {"": "bf16-mixed"} | {name: name for name in PRECISIONS} | PRECISION
+# A hybrid one needs the size of its groups, which a note states.
+_SHARDING = {name: name for name in SHARDINGS} | {
+    name: kind for name, kind in SHARDING.items() if name not in HYBRID
+}
 # The published tables say "fused" of Megatron's fused softmax.
 _ATTENTION = {"": "auto", "flash": "auto", "flash1": "auto", "flash2": "auto", "flash3": "cudnn",
               "fused": "fused-softmax", "fused-softmax": "fused-softmax",
               "unfused": "unfused"}  # fmt: skip
 _FLASH = ("", "flash", "flash2", "flash3")
-_STATE_DTYPES = {"": None, "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_STATE_DTYPES = {"": None, "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
+                 "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # fmt: skip
 _ACTIVATIONS = {"moe_act", "act", "swiglu"}
 _NORMS = {"layernorm", "rmsnorm", "norm"}
 
@@ -151,12 +163,11 @@ def _policy(cells: Cells, usual: EngineHabits, cluster: Cluster, *, is_laid_out:
         cells.assumed.append(f"sharding {_USUAL}")
     known["recompute"] = _recompute(cells, usual)
     known["sequence_parallel"] = cells.flag("sequence_parallel", usual.sequence_parallel, _USUAL)
-    known["precision"] = cells.one_of("precision", _PRECISION, DTYPES)
+    known |= _precision(cells)
     if not cells["precision"]:
         cells.assumed.append("precision bf16 assumed")
     known["attention"] = cells.one_of("attention", _ATTENTION, PRICED_ATTENTION)
     known["dispatcher"] = _dispatcher(cells, usual, cluster)
-    known["scaling"] = words.scaling
     known |= _dtypes(cells, usual)
     overlap = _overlap(cells)
     policy = Policy(
@@ -174,11 +185,21 @@ def _policy(cells: Cells, usual: EngineHabits, cluster: Cluster, *, is_laid_out:
     return policy
 
 
+def _precision(cells: Cells) -> dict[str, str]:
+    """Precision and scaling; a cell such as 'mxfp8' names both, else the note may."""
+    scaled = with_scaling({"precision": cells["precision"]})
+    if "scaling" in scaled:
+        return scaled
+    shown = (*DTYPES, "bf16-pure", "mxfp8", "fp8-blockwise", "fp8-cs", "nvfp4")
+    name = cells.one_of("precision", _PRECISION, shown)
+    return {"precision": name, "scaling": cells.words.scaling}
+
+
 def _dtypes(cells: Cells, usual: EngineHabits) -> dict[str, str | None]:
     """Formats of gradients and moments that a row states."""
     words = cells.words
     grad, reduce, moments = (
-        cells.one_of(name, _STATE_DTYPES, [*filter(None, _STATE_DTYPES)])
+        cells.one_of(name, _STATE_DTYPES, ("bf16", "fp16", "fp32"))
         for name in ("grad_dtype", "reduce_dtype", "optimizer_dtype")
     )
     if words.pure:
