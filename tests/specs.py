@@ -29,13 +29,17 @@ def run_spec(model: str | ModelShape, layout: str | Layout = "dp1", **named: Any
 _PARTS = {"positions": Positions, "moe": Moe, "latent": Latent}
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def shape_of(said: str | dict[str, Any]) -> ModelShape:
     """A preset by its name; or, as tables of cases write it, the preset `of` a name with other
     fields."""
     if isinstance(said, str):
         return catalog.model(said)
     changes = {
-        name: codec.decode(_PARTS[name], value) if name in _PARTS else value
+        name: codec.decode(_PARTS[name], value) if name in _PARTS else _frozen(value)
         for name, value in said.items()
         if name != "of"
     }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fourfold.cost.columns import Columns, columns
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
-from fourfold.cost.count.params import layer_matmul_params, model_params
+from fourfold.cost.count.params import layer_params, model_params
 from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.kinds import DENSE
 from fourfold.cost.memory.peak import memory
@@ -193,7 +193,7 @@ def test_a_head_size_of_its_own_reaches_every_formula() -> None:
         catalog.model("llama-3.1-8b"), hidden=5120, heads=32, head_dim=128, layers=40, vocab=131072
     )
     c = runs(**model_facts(model))
-    assert DENSE.count(c)[0] == layer_matmul_params(model)
+    assert DENSE.count(c)[0] == layer_params(model).matmul
     assert c.kv_width[0] == model.kv_width
     coef = defaults()
     wide = runs(**{**model_facts(model), "width": model.hidden})

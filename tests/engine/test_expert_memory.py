@@ -28,7 +28,7 @@ def kept_bytes(model: ModelShape, layer: int) -> float:
     else:
         q, kv = model.attention_width, model.kv_width
         attention = 2 * (2 * h + (q + 2 * kv) + (q + kv) + q) + 4 * model.heads
-    if moe is None or not model.has_experts(layer):
+    if moe is None or model.layer_kinds()[layer].feed_forward == "dense":
         return attention + 2 * (2 * h + 4 * model.ffn)
     routed = model.top_k * 2 * (h + 3 * moe.ffn)
     return attention + 2 * (2 * h + 4 * moe.shared_ffn) + 8 * model.experts + routed
@@ -46,7 +46,9 @@ def test_a_rank_of_256_holds_what_a_sum_by_hand_says(name: str, ep: int, cli) ->
     (stage,) = cli.json(*words.split())["stages"]
     model = catalog.model(name)
     layers = stage_layers(model, STAGES, TOKENS)[0]
-    experts = sum(map(model.has_experts, layers)) * model.experts // ep
+    kinds = model.layer_kinds()
+    routed_layers = sum(kinds[layer].feed_forward == "experts" for layer in layers)
+    experts = routed_layers * model.experts // ep
     routed = experts * 3 * model.hidden * model.moe.ffn
     state = state_bytes(stage["params"], routed, GPUS // STAGES // ep)
     assert stage["state_bytes"] == pytest.approx(state, rel=1e-3)

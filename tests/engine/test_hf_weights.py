@@ -159,7 +159,7 @@ def test_the_config_describes_the_shape(name: str) -> None:
         ("mpt-tiny", {"kv_heads": 2}, "kv_heads = heads is True"),
         ("llama-tiny", {"positions": Positions(kind="alibi")}, "positions is rope"),
         ("llama-tiny", {"activation": "relu2"}, "activation is swiglu"),
-        ("llama-tiny", {"window": 8, "local_layers": 1}, "window is none"),
+        ("llama-tiny", {"window": 8, "mixers": ["window", "full"]}, "window is none"),
         ("qwen-tiny", {}, "qwen2 comes closest, but there qk_norm is none"),
         ("olmo2-tiny", {"qk_norm": "none"}, "llama comes closest, but there norms is before"),
         ("llama-tiny", {"variants": ("soft-caps",)}, "variants is none"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
-from fourfold.cost.count.params import layer_matmul_params, stage_layers
+from fourfold.cost.count.params import layer_params, stage_layers
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
 from fourfold.engine.one_rank import fake_peers
@@ -61,7 +61,7 @@ def test_ranks_of_a_replica_share_the_flops_of_the_model(model: str) -> None:
 def test_products_of_a_layer_are_its_weights_three_times() -> None:
     one = spec("llama-3.1-70b", "pp4 dp16 tp8")
     products = [k for k in kernels_of(one, 0) if isinstance(k, Product)]
-    local = layer_matmul_params(one.model) // 8
+    local = layer_params(one.model).matmul // 8
     assert flops(list(products)) == 20 * 3 * 2 * 4096 * local
 
 

@@ -57,7 +57,7 @@ def test_every_preset_has_the_counted_parameters_under_the_counted_names(name, f
     with torch.device("meta"):
         decoder = Decoder(model_shape, seq_len, fused=fused)
     # What routers keep of the last batch is no parameter of the model.
-    loads = model_shape.moe_layers * model_shape.experts
+    loads = model_shape.count_layers("experts") * model_shape.experts
     held = sum(p.numel() for p in decoder.parameters()) - loads
     assert held == model_params(model_shape, seq_len)
     counted = {tensor.name: tensor.shape[0] for tensor in tensors(model_shape, seq_len)}

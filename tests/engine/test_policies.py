@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fourfold.cost.count.params import layer_matmul_params
+from fourfold.cost.count.params import layer_params
 from fourfold.engine.jobs import dryrun
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.ledger import Ledger
@@ -136,7 +136,7 @@ def test_recompute_adds_exactly_the_forward_flops_of_its_layers(kind, share):
     none = count(LONG, "dp1", **sizes)
     again = count(LONG, "dp1", recompute=kind, **sizes)
     tokens = 4 * 64
-    products = 2 * tokens * (layer_matmul_params(LONG) - LONG.ffn * LONG.hidden)
+    products = 2 * tokens * (layer_params(LONG).matmul - LONG.ffn * LONG.hidden)
     attention = 4 * tokens * 64 * LONG.attention_width  # every pair is counted, masked or not
     assert again.flops - none.flops == share * LONG.layers * (products + attention)
     assert again.peak_bytes < none.peak_bytes

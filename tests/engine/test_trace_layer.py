@@ -11,7 +11,7 @@ from math import prod
 import pytest
 
 from fourfold.commands.trace import page
-from fourfold.cost.count.params import layer_matmul_params, layer_params
+from fourfold.cost.count.params import layer_params
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps
 from fourfold.cost.trace.steps import Program, generic_cluster
@@ -107,7 +107,7 @@ def test_flops_are_those_of_the_counts(name: str, kind: str, tp: int, cp: int) -
     spec = spec_of(name, layout=Layout(tp=tp, cp=cp), cp_kind=kind)
     steps = count_layer(spec, tp * cp - 1).steps
     attention = 2 * TOKENS * TOKENS * spec.model.attention_width
-    total = 6 * TOKENS * layer_matmul_params(spec.model) + attention * 7 // 2
+    total = 6 * TOKENS * layer_params(spec.model).matmul + attention * 7 // 2
     assert tp * cp * sum(step.flops for step in steps) == total
 
 
@@ -136,9 +136,9 @@ def test_weights_and_their_gradients_are_those_of_the_model() -> None:
             matrices = sum(
                 t.elements for t in tensors if t.name.startswith(start) and "norm" not in t.name
             )
-            assert matrices == layer_matmul_params(catalog.model(name)), (name, start)
+            assert matrices == layer_params(catalog.model(name)).matmul, (name, start)
         weights = sum(t.elements for t in rows[0].tensors if t.name.startswith(("W_", "b_")))
-        assert weights == layer_params(catalog.model(name))
+        assert weights == layer_params(catalog.model(name)).all
 
 
 def test_tensors_have_names_a_reader_knows() -> None:
@@ -157,7 +157,7 @@ def test_tensors_have_names_a_reader_knows() -> None:
         "rotate",
     ]  # fmt: skip
     assert steps[-1] == "weights, back, reduce-scatter"
-    assert program.sizes["weights"] == layer_params(catalog.model("llama-3.1-8b")) // 4 + 6144
+    assert program.sizes["weights"] == layer_params(catalog.model("llama-3.1-8b")).all // 4 + 6144
     views = [t for row in rows for t in row.tensors if t.how == "view"]
     assert any(t.name == "v" for t in views)
 

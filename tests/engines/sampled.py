@@ -149,7 +149,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)
     if one.model.moe and one.model.moe.choice_bias:  # which these engines do not count
-        params -= one.model.experts * one.model.moe_layers
+        params -= one.model.experts * one.model.count_layers("experts")
     if engine in MEGATRON:  # rows are added until tp divides the vocabulary
         rows = -one.model.vocab % one.layout.tp
         params += rows * one.model.hidden * (1 if one.model.tied else 2)
@@ -173,7 +173,9 @@ def _expected_experts(one: Setup, moe: Moe) -> dict[str, Any]:
         "top_k": model.top_k,
         "expert_ffn": moe.ffn,
         "shared_ffn": moe.shared_ffn,
-        "routed": [layer for layer in range(model.layers) if model.has_experts(layer)],
+        "routed": [
+            i for i, kind in enumerate(model.layer_kinds()) if kind.feed_forward == "experts"
+        ],
         "ep": layout.ep,
         "group": _expert_group(layout),
         "dispatcher": "alltoall" if local or one.dispatcher == "local" else one.dispatcher,

@@ -97,7 +97,7 @@ def test_the_listed_tensors_are_the_count(model: ModelShape, seq_len: int) -> No
     listed = list(tensors(model, seq_len))
     parameters = learned(model, seq_len)
     assert sum(tensor.count for tensor in parameters) == model_params(model, seq_len)
-    assert len(listed) == len(parameters) + model.moe_layers
+    assert len(listed) == len(parameters) + model.count_layers("experts")
     assert len({tensor.name for tensor in listed}) == len(listed)
 
 

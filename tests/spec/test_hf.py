@@ -131,7 +131,7 @@ def test_qwen_windows_need_their_switch():
     base = LLAMA | {"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 2}
     assert shape_from_config(base).window is None
     shape = shape_from_config(base | {"use_sliding_window": True})
-    assert (shape.window, shape.local_layers) == (64, 1)
+    assert (shape.window, shape.mixers) == (64, ("full", "full", "window"))
 
 
 @pytest.mark.parametrize(("config", "field", "reason"), REFUSED)

@@ -148,7 +148,7 @@ def test_changed_sizes_are_counted_as_transformers_counts_them(config: dict[str,
     # What transformers writes of it, in the words of today's files, is the same shape.
     again = shape_from_config(json.loads(json.dumps(theirs.to_dict())))
     assert model_params(again, 2048) == model_params(ours, 2048), config
-    assert (again.window, again.local_layers) == (ours.window, ours.local_layers), config
+    assert (again.window, again.mixers) == (ours.window, ours.mixers), config
     assert again.positions == ours.positions, config
 
 

@@ -37,7 +37,7 @@ def model_facts(model: ModelShape) -> dict[str, float]:
             "top_k": model.top_k,
             "expert_ffn": model.moe.ffn,
             "shared_ffn": model.moe.shared_ffn,
-            "routed": model.moe_layers / model.layers,
+            "routed": model.count_layers("experts") / model.layers,
             "expert_bias": float(model.moe.expert_bias),
             "dropped_above": model.moe.capacity,
         }
@@ -59,7 +59,7 @@ def further(model: ModelShape) -> dict[str, float]:
     if not model.mtp:
         return {}
     layers = model.layers + model.mtp
-    routed = (model.moe_layers + model.mtp) / layers if model.moe else 0.0
+    routed = (model.count_layers("experts") + model.mtp) / layers if model.moe else 0.0
     return {"mtp": model.mtp, "layers": layers, "routed": routed}
 
 

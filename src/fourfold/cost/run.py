@@ -50,7 +50,7 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "bias": float(model.bias),
         "gated": float(model.gated),
         "window": float(model.window or 0),
-        "local": model.local_share,
+        "local": model.count_layers("window") / model.layers,
         "values": model.value_width,
     }
 

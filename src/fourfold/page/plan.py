@@ -177,7 +177,7 @@ def _mlp(model: ModelShape) -> str:
     if model.moe is None:
         return f"MLP {model.ffn:,}"
     shared = f" and a shared one of {model.moe.shared_ffn:,}" if model.moe.shared_ffn else ""
-    dense = model.layers - model.moe_layers
+    dense = model.count_layers("dense")
     first = f", MLP {model.ffn:,} in {counted(dense, 'layer')} without" if dense else ""
     chosen = f"{model.top_k} of {model.experts} experts of {model.moe.ffn:,}"
     return f"{chosen}{shared} for each token{first}"

@@ -81,14 +81,13 @@ def _shape(
     ffn = round(base.ffn / base.hidden * hidden / (64 * tp)) * 64 * tp
     wide = replace(
         base, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=max(64 * tp, ffn), layers=1,
-        head_dim=None, local_layers=None, name="custom",
+        head_dim=None, name="custom",
     )  # fmt: skip
     each = model_params(replace(wide, layers=2), seq_len) - model_params(wide, seq_len)
     layers = round((params - model_params(wide, seq_len)) / each) + 1
     if not 1 <= layers <= 400:
         return None
-    local = base.local_layers and max(1, round(base.local_layers / base.layers * layers))
-    model = replace(wide, layers=layers, local_layers=local, name=f"{layers} x {hidden}")
+    model = replace(wide, layers=layers, name=f"{layers} x {hidden}")
     off = abs(model_params(model, seq_len) / params - 1.0)
     return model if off <= TOLERANCE else None
 

@@ -91,7 +91,7 @@ def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:
     spread, ep = float(c.imbalance[0]), float(c.ep[0])
     local = max(1.0, experts / ep)
     of_rank, tail = spread / sqrt(local), sqrt(2.0 * log(ep) / local)
-    layers = ranking.query.model.moe_layers
+    layers = ranking.query.model.count_layers("experts")
     found = []
     for factor in (*FACTORS, 0.0):
         lost, deviation = beyond(factor, spread) if factor else (0.0, spread)

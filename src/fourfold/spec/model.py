@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, repeat
 from typing import Literal, get_args
 
 from fourfold.spec import check
 from fourfold.spec.experts import Latent, Moe
+from fourfold.spec.layers import FeedForward, LayerKind, LayerRun, Mixer, runs_of
 
 Family = Literal[
     "mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere",
@@ -109,9 +112,10 @@ class ModelShape:
     `bias` is that of every linear in a layer; the three after `top_k` (None: the same) are those of
     a part. `norms` stand before attention and MLP, after them, or both. In a parallel `block` both
     read the layer's input, through a norm each or through one. `window`: tokens a query looks
-    back, itself counted, in `local_layers` of the layers (None: in all). `sinks`: a logit per head
-    that takes a share of attention. `ffn` is the width of dense layers, `moe` what the others have
-    in their place. `mtp`: layers that predict further tokens, counted apart and not run.
+    back, itself counted. `mixers` says in which layers, as a cycle from the first layer on (None:
+    in all). `sinks`: a logit per head that takes a share of attention. `ffn` is the width of dense
+    layers, `moe` what the others have in their place. `mtp`: layers that predict further tokens,
+    counted apart and not run. What follows for each layer is `layer_runs`.
     """
 
     family: Family
@@ -140,7 +144,7 @@ class ModelShape:
     norms: Literal["before", "after", "around"] = "before"
     block: Literal["sequential", "parallel", "parallel-one-norm"] = "sequential"
     window: int | None = None
-    local_layers: int | None = None
+    mixers: tuple[Mixer, ...] | None = None
     variants: tuple[Variant, ...] = ()
     moe: Moe | None = None
     latent: Latent | None = None
@@ -181,7 +185,8 @@ class ModelShape:
         few = moe.group_top_k * self.experts // moe.groups
         rule = f"of {moe.groups} leaves {few} experts, but top_k={self.top_k}"
         check.that(self.top_k <= few, "moe.group_top_k", moe.group_top_k, rule)
-        check.that(self.moe_layers > 0, "moe.every", moe.every, "leaves no layer with experts")
+        last = self.layers // moe.every * moe.every
+        check.that(last > moe.dense_first, "moe.every", moe.every, "leaves no layer with experts")
         plain = self.block == "sequential"
         check.that(plain, "block", self.block, "must be sequential with experts")
 
@@ -194,21 +199,28 @@ class ModelShape:
         check.that(plain, "kv_heads", self.kv_heads, rule, hint)
         check.that(self.positions.kind == "rope", "positions", self.positions.kind, "must be rope")
 
-    def has_experts(self, layer: int) -> bool:
-        moe = self.moe
-        return moe is not None and layer >= moe.dense_first and (layer + 1) % moe.every == 0
-
     @property
-    def moe_layers(self) -> int:
-        """How many layers have experts."""
-        moe = self.moe
-        return self.layers // moe.every - moe.dense_first // moe.every if moe else 0
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """All layers in order. Layers that predict further tokens are no part of it."""
+        return _layer_runs(self)
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(chain.from_iterable(repeat(*run) for run in self.layer_runs))
+
+    def count_layers(self, part: Mixer | FeedForward) -> int:
+        """How many layers have such a mixer, or such a feed-forward part."""
+        return sum(run.count for run in self.layer_runs if part in run.kind)
 
     def _check_window(self) -> None:
         check.whole(1, 2**40, window=self.window)
-        check.whole(1, self.layers, local_layers=self.local_layers)
-        has_window = self.window is not None or self.local_layers is None
-        check.that(has_window, "local_layers", self.local_layers, "needs a window")
+        if self.mixers is None:
+            return
+        has_window = "window" in self.mixers
+        check.that(
+            has_window, "mixers", self.mixers, "must have a window in some layers", "omit it"
+        )
+        check.that(self.window is not None, "mixers", self.mixers, "needs a window")
 
     @property
     def head_size(self) -> int:
@@ -245,15 +257,24 @@ class ModelShape:
         own = {"qkv": self.qkv_bias, "out": self.out_bias, "mlp": self.mlp_bias}[part]
         return self.bias if own is None else own
 
-    @property
-    def local_share(self) -> float:
-        """Share of the layers that have the window."""
-        if self.window is None:
-            return 0.0
-        return 1.0 if self.local_layers is None else self.local_layers / self.layers
-
-    def reach(self, seq_len: int) -> float:
-        """Tokens each token attends to, mean over layers, the causal mask not counted: all s of the
+    def reach(self, mixer: Mixer, seq_len: int) -> float:
+        """Tokens each token attends to in such a layer, the causal mask not counted: all s of the
         sequence, or of a window w as many as make the same causal area, w (2 - w/s)."""
-        seen = seq_len if self.window is None else min(self.window, seq_len)
-        return seq_len - self.local_share * (seq_len - seen * (2.0 - seen / seq_len))
+        if mixer == "full" or self.window is None:
+            return float(seq_len)
+        seen = min(self.window, seq_len)
+        return seen * (2.0 - seen / seq_len)
+
+
+@lru_cache(1024)
+def _layer_runs(model: ModelShape) -> tuple[LayerRun, ...]:
+    mixers = model.mixers or ("full" if model.window is None else "window",)
+    moe = model.moe
+
+    def feed_forward(layer: int) -> FeedForward:
+        has_experts = moe is not None and layer >= moe.dense_first and (layer + 1) % moe.every == 0
+        return "experts" if has_experts else "dense"
+
+    return runs_of(
+        LayerKind(mixers[layer % len(mixers)], feed_forward(layer)) for layer in range(model.layers)
+    )

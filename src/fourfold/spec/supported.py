@@ -20,7 +20,7 @@ def windowed(model: ModelShape, seq_len: int) -> bool:
 
 def without_idle_window(model: ModelShape, seq_len: int) -> ModelShape:
     """A window at least as long as the sequence changes nothing: no engine has to know of it."""
-    return model if windowed(model, seq_len) else replace(model, window=None, local_layers=None)
+    return model if windowed(model, seq_len) else replace(model, window=None, mixers=None)
 
 
 def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
@@ -68,7 +68,8 @@ def remarks(model: ModelShape, seq_len: int, *, further: bool = False) -> tuple[
     parameters are exact all the same. `further`: layers that predict further tokens are timed."""
     sentences = []
     if windowed(model, seq_len):
-        layers = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
+        count = model.count_layers("window")
+        layers = "all layers" if count == model.layers else f"{count} layers"
         sentences.append(
             f"attention of {layers} is timed with a window of {model.window} tokens, but all keys "
             "and values are sent"

@@ -109,7 +109,7 @@ def _convention(record: Record, stated: str, names: list[str]) -> Finding:
 # What published counts of models with experts got wrong: all experts as active; a window as if it
 # were the sequence; an expert as a plain MLP, with both in GPT-OSS of Megatron-Bridge until 26.04.
 _PLAIN: dict[str, Any] = {"activation": "silu"}
-_WHOLE: dict[str, Any] = {"window": None, "local_layers": None}
+_WHOLE: dict[str, Any] = {"window": None, "mixers": None}
 _MISCOUNTS: dict[str, dict[str, Any]] = {
     "two of an expert's three matrices": _PLAIN,
     "two of an expert's three matrices, and windows as whole sequences": _PLAIN | _WHOLE,

@@ -145,11 +145,13 @@ def _shape(family: str, fields: str) -> ModelShape | None:
 
 def params_range(shape: Shape, seq_len: int) -> tuple[float, float]:
     """Labels count with or without embeddings; without a stated vocabulary both ends are wide."""
-    layers = float(shape.model.layers * layer_params(shape.model))
+    layers = sum(
+        count * layer_params(shape.model, kind).all for kind, count in shape.model.layer_runs
+    )
     most = shape.model
     if not shape.vocab_known:
         most = dataclasses.replace(most, vocab=_MOST_VOCAB)
-    return layers, float(model_params(most, seq_len))
+    return float(layers), float(model_params(most, seq_len))
 
 
 def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[float, float]:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import (
     active_params,
-    first_routed,
     layer_params,
     model_params,
     mtp_params,
@@ -156,7 +155,7 @@ def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
     return {
         "name": shape.name,
         "params": model_params(shape, seq_len),
-        "layer_params": layer_params(shape, first_routed(shape)),
+        "layer_params": layer_params(shape).all,
         **(experts if shape.moe else {}),
         "seq_len": seq_len,
         "shape": shape,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cost.count.params import active_params, layer_matmul_params
+from fourfold.cost.count.params import active_params, attended_tokens, matmul_params
 from fourfold.errors import UserError, nearest
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -31,14 +31,14 @@ class FlopsQuery:
     width: Number
     vocab: Number
     seq_len: Number
-    reach: Number  # tokens each token attends to, mean over layers, the causal mask not counted
+    attended: Number  # tokens each token attends to, over all layers, the causal mask not counted
     params: Number
-    layer_weights: Number  # of one layer, those of matrix products
+    weights: Number  # of matrix products in all layers
     tp: Number = 1
     pp: Number = 1
     recompute_share: Number = 0.0
     is_selective: Number = False  # only the attention core runs again
-    again_weights: Number = 0.0  # of one layer's MLP, whose product runs again
+    again_weights: Number = 0.0  # of the products in MLPs that run again, in all layers
 
     @classmethod
     def of(cls, *, model: ModelShape, seq_len: int, layout: Layout, policy: Policy) -> FlopsQuery:
@@ -48,14 +48,14 @@ class FlopsQuery:
             width=model.core_width,
             vocab=model.vocab,
             seq_len=seq_len,
-            reach=model.reach(seq_len),
+            attended=attended_tokens(model, seq_len),
             params=active_params(model, seq_len).all,
-            layer_weights=layer_matmul_params(model),
+            weights=matmul_params(model),
             tp=layout.tp,
             pp=layout.pp,
             recompute_share=policy.recompute_share(model.layers, layout.pp),
             is_selective=policy.recompute == "selective",
-            again_weights=(1 + model.gated) * model.hidden * model.ffn
+            again_weights=model.layers * (1 + model.gated) * model.hidden * model.ffn
             if policy.recompute == "norm+mlp"
             else 0.0,
         )
@@ -80,14 +80,14 @@ class FlopsQuery:
             width=c.core_width,
             vocab=c.vocab,
             seq_len=c.seq,
-            reach=c.reach,
+            attended=c.layers * c.reach,
             params=c.layers * (held + small) + ends + learned_positions * c.seq * c.hidden,
-            layer_weights=active_weights(c) - c.routed * c.hidden * c.experts,
+            weights=c.layers * (active_weights(c) - c.routed * c.hidden * c.experts),
             tp=c.tp,
             pp=c.pp,
             recompute_share=c.full_ckpt,
             is_selective=c.attn_ckpt,
-            again_weights=c.mlp_ckpt * (1.0 + c.gated) * c.hidden * c.ffn,
+            again_weights=c.layers * c.mlp_ckpt * (1.0 + c.gated) * c.hidden * c.ffn,
         )
 
 
@@ -111,13 +111,13 @@ class Convention:
 
 def _attention(q: FlopsQuery) -> Number:
     """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token."""
-    return 4.0 * q.layers * q.width * q.reach
+    return 4.0 * q.width * q.attended
 
 
 def _again(q: FlopsQuery, layers_forward: Number, attention_forward: Number) -> Number:
     """FLOPs run twice: whole layers under full, every-n or block-n, the attention core if
     selective, the MLP's first product under norm+mlp."""
-    parts = q.is_selective * attention_forward + 2.0 * q.layers * q.again_weights
+    parts = q.is_selective * attention_forward + 2.0 * q.again_weights
     return parts + q.recompute_share * layers_forward
 
 
@@ -164,7 +164,7 @@ def _megatron_old(q: FlopsQuery) -> FlopsPerToken:
 
 def _matmuls(q: FlopsQuery, attention_forward: Number) -> FlopsPerToken:
     """Matrix weights, logits and attention; recompute repeats layers, never the logits."""
-    layers_forward = 2.0 * q.layers * q.layer_weights + attention_forward
+    layers_forward = 2.0 * q.weights + attention_forward
     forward = layers_forward + 2.0 * q.vocab * q.hidden
     return _three_passes(forward, _again(q, layers_forward, attention_forward))
 

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from fourfold.cost.count.tensors import Param, embedding_tensors, head_tensors, layer_tensors
+from fourfold.spec.layers import LayerKind
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 
@@ -22,41 +23,49 @@ def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
     """Every parameter of the model, once, under its global name; and what else training keeps of
     its layers: each expert's share of the last batch."""
     yield from stage_tensors(model, seq_len, (range(model.layers),), 0)
-    for layer in filter(model.has_experts, range(model.layers)):
-        yield Param(f"layers.{layer}.mlp.router.{LOAD}", (model.experts,))
+    for layer, kind in enumerate(model.layer_kinds()):
+        if kind.feed_forward == "experts":
+            yield Param(f"layers.{layer}.mlp.router.{LOAD}", (model.experts,))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """Parameters of one decoder layer: all, those that one token meets, and of these the weights of
+    matrix products, routers left out as all published conventions do."""
+
+    all: int
+    active: int
+    matmul: int
 
 
 @lru_cache(256)
-def layer_params(model: ModelShape, layer: int = 0) -> int:
-    return sum(tensor.count for tensor in layer_tensors(model, layer))
+def layer_params(model: ModelShape, kind: LayerKind | None = None) -> LayerParams:
+    """Count the parameters of one layer of this kind (None: of the last layer's)."""
+    every = active = matmul = 0
+    for tensor in layer_tensors(model, kind or model.layer_runs[-1].kind):
+        # Experts are alike: of all of them a token meets as many as the first `top_k`.
+        is_met = tensor.expert is None or tensor.expert < model.top_k
+        every += tensor.count
+        active += is_met * tensor.count
+        is_router = tensor.name.startswith("mlp.router")
+        matmul += (is_met and len(tensor.shape) == 2 and not is_router) * tensor.count
+    return LayerParams(every, active, matmul)
 
 
-def layer_matmul_params(model: ModelShape) -> float:
-    """Weights of matrix products that a token meets in a layer, mean over layers, routers left out
-    as all published conventions do."""
-    dense = sum(t.count for t in layer_tensors(_without_experts(model)) if len(t.shape) == 2)
-    if model.moe is None:
-        return dense
-    wide = model.top_k * model.moe.ffn + model.moe.shared_ffn - model.ffn
-    more = (2 + model.gated) * model.hidden * wide + model.hidden * model.moe.shared_gate
-    return dense + more * model.moe_layers / model.layers
+def matmul_params(model: ModelShape) -> int:
+    """Count the weights of matrix products that a token meets in all layers, routers left out."""
+    return sum(count * layer_params(model, kind).matmul for kind, count in model.layer_runs)
 
 
-def first_routed(model: ModelShape) -> int:
-    """The first layer with experts; of a dense model any layer will do."""
-    return next(filter(model.has_experts, range(model.layers)), 0)
-
-
-def _without_experts(model: ModelShape) -> ModelShape:
-    return model if model.moe is None else replace(model, moe=None, experts=0, top_k=0)
+def attended_tokens(model: ModelShape, seq_len: int) -> float:
+    """Tokens that each token attends to, summed over layers, the causal mask not counted."""
+    return sum(count * model.reach(kind.mixer, seq_len) for kind, count in model.layer_runs)
 
 
 def model_params(model: ModelShape, seq_len: int) -> int:
     """All parameters; `seq_len` matters only where learned positions follow the run (MPT)."""
     ends = sum(t.count for t in (*embedding_tensors(model, seq_len), *head_tensors(model)))
-    routed = model.moe_layers
-    dense = (model.layers - routed) * layer_params(_without_experts(model))
-    return ends + dense + (routed * layer_params(model, first_routed(model)))
+    return ends + sum(count * layer_params(model, kind).all for kind, count in model.layer_runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,8 @@ class ActiveParams:
 
 
 def active_params(model: ModelShape, seq_len: int) -> ActiveParams:
-    idle = model.moe_layers * (model.experts - model.top_k) * _expert_params(model)
+    layers = ((layer_params(model, kind), count) for kind, count in model.layer_runs)
+    idle = sum(count * (params.all - params.active) for params, count in layers)
     every = model_params(model, seq_len) - idle
     table = model.vocab * model.hidden
     # A tied table is also the output layer, which a token meets.
@@ -78,17 +88,10 @@ def active_params(model: ModelShape, seq_len: int) -> ActiveParams:
     return ActiveParams(every, one, every - table * (2 - model.tied))
 
 
-def _expert_params(model: ModelShape) -> int:
-    if model.moe is None:
-        return 0
-    ffn, bias = model.moe.ffn, model.moe.expert_bias
-    return (2 + model.gated) * model.hidden * ffn + bias * ((1 + model.gated) * ffn + model.hidden)
-
-
 def mtp_params(model: ModelShape) -> int:
-    """Own weights of layers that predict further tokens: a layer, with experts if the model has
-    any, a matrix that joins embedding and hidden state, and three norms."""
-    each = layer_params(model, first_routed(model)) + 2 * model.hidden**2 + 3 * model.hidden
+    """Own weights of layers that predict further tokens: a layer like the last one, a matrix that
+    joins embedding and hidden state, and three norms."""
+    each = layer_params(model).all + 2 * model.hidden**2 + 3 * model.hidden
     return (model.mtp or 0) * each
 
 
@@ -128,8 +131,9 @@ def stage_tensors(
     """Parameters a stage holds. A tied embedding is also held by the last stage."""
     if stage == 0:
         yield from embedding_tensors(model, seq_len)
+    kinds = model.layer_kinds()
     for layer in stages[stage]:
-        for tensor in layer_tensors(model, layer):
+        for tensor in layer_tensors(model, kinds[layer]):
             yield replace(tensor, name=f"layers.{layer}.{tensor.name}")
     if stage == len(stages) - 1:
         yield from head_tensors(model)
@@ -189,9 +193,9 @@ Whole = Any
 
 
 def head_cost(model: ModelShape, seq_len: int) -> float:
-    """Logits in units of one layer, by FLOPs: V d against a layer's weights and attention (s d)."""
-    layer = layer_matmul_params(model) + model.attention_width * model.reach(seq_len)
-    return model.vocab * model.hidden / layer
+    """Logits in units of the mean layer, by FLOPs: V d against weights and attention (s d)."""
+    layers = matmul_params(model) + model.attention_width * attended_tokens(model, seq_len)
+    return model.vocab * model.hidden * model.layers / layers
 
 
 @cache

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal
 
 from fourfold.spec.experts import Latent, Moe
+from fourfold.spec.layers import LayerKind
 from fourfold.spec.model import ModelShape
 
 # How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads
@@ -32,15 +33,15 @@ class Param:
         return prod(self.shape)
 
 
-def layer_tensors(model: ModelShape, layer: int = 0) -> Iterator[Param]:
-    """Parameters of one decoder layer; names are relative to the layer."""
+def layer_tensors(model: ModelShape, kind: LayerKind) -> Iterator[Param]:
+    """Parameters of one decoder layer of this kind; names are relative to the layer."""
     yield from _norm(model, "attention_norm")
     yield from _latent(model, model.latent) if model.latent else _attention(model)
     if model.norms == "around":
         yield from _norm(model, "attention_post_norm")
     if model.block != "parallel-one-norm":
         yield from _norm(model, "mlp_norm")
-    if model.moe is not None and model.has_experts(layer):
+    if model.moe is not None and kind.feed_forward == "experts":
         yield from _experts(model, model.moe)
     else:
         yield from _mlp(model, "mlp", model.ffn, "rows", "columns", bias=model.biased("mlp"))

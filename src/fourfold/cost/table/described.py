@@ -112,7 +112,7 @@ def _model(cells: Cells, usual: EngineHabits) -> ModelShape:
         activation="swiglu" if gated else "gelu",
         bias=False,
         window=_WINDOW if slides else None,
-        local_layers=(layers + 1) // 2 if slides else None,
+        mixers=("window", "full") if slides else None,
         mtp=cells.size("mtp_layers") or None,
         latent=_latent(cells, heads, hidden),
         **_experts(cells),

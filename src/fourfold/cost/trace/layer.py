@@ -40,7 +40,7 @@ def layer_spec(
     """A run with one sequence a rank, of which a middle layer is traced: what an end of the model
     has does not matter, and a head is turned whole, which takes more room than a part of it."""
     moe = None if model.moe is None else replace(model.moe, dense_first=0, every=1)
-    model = replace(model, moe=moe, layers=3, local_layers=None, head_bias=False)
+    model = replace(model, moe=moe, layers=3, mixers=None, head_bias=False)
     note = ""
     if "rotary" in " ".join(not_run(model, tokens)):
         note = "rotary positions of a whole head, of which the model turns a part"

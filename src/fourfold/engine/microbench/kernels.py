@@ -13,6 +13,7 @@ from fourfold.cost.count.params import Param, embedding_tensors, layer_tensors, 
 from fourfold.engine.parallel.blocks import Span
 from fourfold.engine.parallel.context import span_of, spans_of
 from fourfold.engine.parallel.groups import World
+from fourfold.spec.layers import LayerKind
 from fourfold.spec.run import RunSpec
 
 Part = Literal["attention", "mlp", "head"]
@@ -97,13 +98,12 @@ def stage_kernels(
     repeated = [i for c in _chunks(layers) for i in spec.policy.recomputed_layers(c)]
     kernels: list[Kernel] = []
     tokens = micro * spec.batch.seq_len // spec.layout.cp
-    for has_experts in (False, True):
-        alike = [layer for layer in layers if spec.model.has_experts(layer) is has_experts]
-        if not alike:
-            continue
-        of_moe = has_experts and spec.policy.recompute == "moe"
+    kinds = spec.model.layer_kinds()
+    for kind in sorted({kinds[layer] for layer in layers}):
+        alike = [layer for layer in layers if kinds[layer] == kind]
+        of_moe = kind.feed_forward == "experts" and spec.policy.recompute == "moe"
         again = len(alike) if of_moe else sum(layer in alike for layer in repeated)
-        linears = list(_linears(spec, world, tokens, alike[0]))
+        linears = list(_linears(spec, world, tokens, kind))
         for one in linears:
             kernels += _linear(one, len(alike))
             # A recomputed layer repeats its forward but for the last product.
@@ -155,12 +155,12 @@ def _linear(one: Linears, calls: int) -> list[Product]:
     ]
 
 
-def _linears(spec: RunSpec, world: World, tokens: int, layer: int) -> Iterator[Linears]:
+def _linears(spec: RunSpec, world: World, tokens: int, kind: LayerKind) -> Iterator[Linears]:
     """A layer's matrices on this rank, in their order; but a router's, which is small and fp32."""
     model, fused = spec.model, spec.policy.fused_projections
     matrices = [
         tensor
-        for tensor in layer_tensors(model, layer)
+        for tensor in layer_tensors(model, kind)
         if len(tensor.shape) == 2 and tensor.expert is None and ".router." not in tensor.name
     ]
     joined: dict[tuple[Part, str], list[tuple[int, ...]]] = {}
@@ -175,7 +175,7 @@ def _linears(spec: RunSpec, world: World, tokens: int, layer: int) -> Iterator[L
         joined.setdefault((part, "_".join((*inner, name))), []).append(shape)
     for (part, name), shapes in joined.items():
         yield Linears(part, name, tokens, sum(shape[0] for shape in shapes), shapes[0][1])
-    if model.moe is not None and model.has_experts(layer):
+    if model.moe is not None and kind.feed_forward == "experts":
         layout, ffn = spec.layout, model.moe.ffn // spec.layout.etp
         rows, groups = tokens // layout.tp * model.top_k * layout.etp, model.experts // layout.ep
         yield Linears("mlp", "experts_gate_up", rows, 2 * ffn, model.hidden, groups)

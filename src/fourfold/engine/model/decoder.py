@@ -39,7 +39,7 @@ class Layer(nn.Module):
         else:
             self.attention = LatentAttention(shape, shape.latent)
         self.mlp_norm = Norm(shape)
-        if shape.moe is not None and shape.has_experts(index):
+        if shape.moe is not None and shape.layer_kinds()[index].feed_forward == "experts":
             self.mlp = MoeMlp(shape, shape.moe, fused=fused)
         else:
             self.mlp = Mlp(shape, fused=fused)

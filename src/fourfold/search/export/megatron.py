@@ -13,6 +13,7 @@ from fourfold.search.export.megatron_experts import (
     expert_flags,
     has_all_biases,
     latent_flags,
+    layer_pattern,
 )
 from fourfold.search.export.megatron_positions import check_positions, position_flags
 from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_setting
@@ -68,7 +69,7 @@ _MODELS: dict[str, tuple[object, ...]] = {
 # What GPT-OSS has beside; release 0.16 does not have all of it.
 _RECENT: dict[str, tuple[object, ...]] = {
     "window": (),
-    "local_layers": (),
+    "mixers": (),
     "sinks": (),
     "variants": ("clipped-swiglu",),
 }
@@ -92,20 +93,12 @@ _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 def check(model: ModelShape, engine: Engine) -> None:
     check_model(engine.name, model, _MODELS if engine.export.before else _MODELS | _RECENT)
     _check_biases(model)
-    _check_window(model)
     if model.latent and not model.latent.q_rank and not engine.export.plain_queries:
         hint = "a rank of compressed queries, or --export megatron-0.16 (0.18.2 takes it, too)"
         raise no_setting(engine.name, "model.latent.q_rank", "none", hint)
     if model.moe:
         check_experts(model, model.moe)
     check_positions(model, engine)
-
-
-def _check_window(model: ModelShape) -> None:
-    """All layers have it, or every other one from the first on, as in GPT-OSS and Gemma 2."""
-    local = model.local_layers
-    if local is not None and local * 2 != model.layers:
-        raise no_setting("megatron", "model.local_layers", local, f"{model.layers // 2}, or all")
 
 
 def _check_biases(model: ModelShape) -> None:
@@ -185,8 +178,11 @@ def _model(model: ModelShape, batch: Batch) -> Flags:
         flags["--qk-layernorm"] = None
     if model.window is not None:
         flags["--window-size"] = f"{model.window - 1},0"  # before the token itself
-        if model.local_layers is not None:
-            flags["--window-attn-skip-freq"] = 2
+        if model.mixers is not None:
+            *before, last = model.mixers
+            is_last_full = last == "full" and "full" not in before
+            every = len(model.mixers) if is_last_full else layer_pattern(model, "window")
+            flags["--window-attn-skip-freq"] = every
     if model.sinks:
         flags["--softmax-type"] = "learnable"
     if model.latent:

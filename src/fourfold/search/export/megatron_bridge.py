@@ -35,7 +35,7 @@ def _check_sizes(model: ModelShape, engine: Engine) -> None:
     """Refuse what a recipe, which has its sizes from the Hub, would build otherwise."""
     preset = catalog.model(model.name)
     if model.window is None:  # or one as long as the sequence
-        preset = replace(preset, window=None, local_layers=None)
+        preset = replace(preset, window=None, mixers=None)
     for one in fields(model):
         value, built = getattr(model, one.name), getattr(preset, one.name)
         if one.compare and value != built:

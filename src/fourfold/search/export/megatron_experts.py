@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from fourfold.search.export.setup import Flags, Setup, no_setting
 from fourfold.spec.experts import Latent, Moe
+from fourfold.spec.layers import FeedForward, Mixer
 from fourfold.spec.model import ModelShape
 
 _FLEX: Flags = {"--moe-token-dispatcher-type": "flex"}
@@ -41,7 +43,7 @@ _AROUND_GRAPHS = ("full", "block", "moe")
 def has_all_biases(model: ModelShape) -> bool:
     """Return whether router, experts and attention all have them, and there is no other linear."""
     moe = model.moe
-    if moe is None or moe.shared_ffn or model.moe_layers < model.layers:
+    if moe is None or moe.shared_ffn or model.count_layers("dense"):
         return False
     return moe.router_bias and moe.expert_bias and model.biased("qkv") and model.biased("out")
 
@@ -79,7 +81,7 @@ def expert_flags(setup: Setup, moe: Moe) -> Flags:
         **_router(model, moe),
     }
     if moe.dense_first or moe.every > 1:
-        flags["--moe-layer-freq"] = _pattern(model)
+        flags["--moe-layer-freq"] = layer_pattern(model, "experts")
     if moe.shared_ffn:
         flags["--moe-shared-expert-intermediate-size"] = moe.shared_ffn
     if moe.shared_gate:
@@ -121,12 +123,10 @@ def _router(model: ModelShape, moe: Moe) -> Flags:
     return flags | ({"--moe-z-loss-coeff": moe.z_weight} if moe.z_weight else {})
 
 
-def _pattern(model: ModelShape) -> str:
-    """([0]*3+[1]*58): 1 for a layer with experts. Runs of layers, each as one term."""
-    terms: list[tuple[int, int]] = []
-    for kind in map(int, map(model.has_experts, range(model.layers))):
-        count = terms.pop()[1] if terms and terms[-1][0] == kind else 0
-        terms.append((kind, count + 1))
+def layer_pattern(model: ModelShape, part: Mixer | FeedForward) -> str:
+    """([0]*3+[1]*58): 1 for a layer with this part. Runs of layers, each as one term."""
+    has_part = groupby(int(part in kind) for kind in model.layer_kinds())
+    terms = [(has, sum(1 for _ in layers)) for has, layers in has_part]
     period = terms[:2]
     if len(terms) > 2 and terms == period * (len(terms) // 2):
         return f"({_sum(period)})*{len(terms) // 2}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.cost.count.params import first_routed
 from fourfold.search.export.setup import LLAMA_SHAPE, Setup, check_model, filled, no_setting
 from fourfold.spec.engine import Engine
 from fourfold.spec.experts import Moe
@@ -215,7 +214,9 @@ def _experts(setup: Setup, engine: Engine) -> dict[str, object]:
         "comm_backend": backend(setup),
         "shared": shared,
     }
-    layers = range(first_routed(model), model.layers, moe.every)
+    kinds = enumerate(model.layer_kinds())
+    first = next(layer for layer, kind in kinds if kind.feed_forward == "experts")
+    layers = range(first, model.layers, moe.every)
     return {
         "experts": filled("torchtitan-experts.py.txt", engine, values),
         "routed": f'    if number in {layers!r}:\n        return {{"moe": experts(deep)}}\n',

@@ -19,7 +19,7 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 # What decides the function beside sizes. Dropout is a run's, not the weights'.
 _FUNCTION = (
     "norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied", "qk_norm", "norms",
-    "block", "window", "local_layers", "variants", "top_k",
+    "block", "window", "mixers", "variants", "top_k",
 )  # fmt: skip
 _ROUTING = (
     "moe.score", "moe.normalised", "moe.scale", "moe.groups", "moe.group_top_k", "moe.group_score",

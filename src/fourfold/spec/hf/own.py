@@ -15,6 +15,7 @@ from fourfold.spec.hf.parts import (
     rotary_dims,
     sizes,
     window_fields,
+    window_where,
     windows,
 )
 
@@ -96,7 +97,7 @@ def gpt_neo_windows(config: Config, layers: int) -> Fields:
         raise UserError("must be a list of [kinds, times]", field=name, value=groups) from None
     if len(kinds) < layers or any(kind not in ("global", "local") for kind in kinds):
         raise UserError(f"must mark {layers} layers as global or local", field=name, value=groups)
-    return window_fields(size, kinds[:layers].count("local"), layers)
+    return window_fields(size, window_where(kind == "local" for kind in kinds[:layers]))
 
 
 def gemma2(config: Config, fields: Fields) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
+from fourfold.spec.layers import Mixer, shortest_cycle
 from fourfold.spec.model import OF_SCALING
 
 Fields = dict[str, Any]
@@ -68,35 +69,39 @@ def windows(
     size = config.data.get("sliding_window", default)
     name, _ = config.find("sliding_window")
     enabled = config.flag("use_sliding_window", default=not switched)
-    count = _listed(config, layers)
+    mixers = _listed(config, layers)
     if not enabled or not size:
         return {}
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 2**40:
         raise UserError("must be a whole number from 1 to 2^40", field=name, value=size)
-    if count is None:
-        count = sum(map(local, range(layers))) if layers <= 100_000 else 1
-    return window_fields(size, count, layers)
+    if mixers is None:
+        mixers = window_where(map(local, range(min(layers, 100_000))))
+    return window_fields(size, mixers)
 
 
-def window_fields(size: int, count: int, layers: int) -> Fields:
-    """The window that `count` of the layers have."""
-    if count == 0:
+def window_where(has_window: Iterable[bool]) -> list[Mixer]:
+    return ["window" if has else "full" for has in has_window]
+
+
+def window_fields(size: int, mixers: list[Mixer]) -> Fields:
+    """The window, and the layers that have it where not all do."""
+    if "window" not in mixers:
         return {}
-    return {"window": size} | ({} if count == layers else {"local_layers": count})
+    return {"window": size} | ({"mixers": [*shortest_cycle(mixers)]} if "full" in mixers else {})
 
 
-def _listed(config: Config, layers: int) -> int | None:
-    """How many layers `layer_types` calls sliding; None: there is no list."""
+def _listed(config: Config, layers: int) -> list[Mixer] | None:
+    """What `layer_types` says of each layer; None: there is no list."""
     name, kinds = config.find("layer_types")
     if not kinds:
         return None
-    known = ("full_attention", "sliding_attention")
+    known: dict[str, Mixer] = {"full_attention": "full", "sliding_attention": "window"}
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         rule = "contains attention other than full and sliding, which is not modelled"
         raise UserError(rule, field=name, value=kinds)
     rule = f"must have one entry for each of {layers} layers"
     check.that(len(kinds) == layers, name, len(kinds), rule)
-    return kinds.count("sliding_attention")
+    return [known[kind] for kind in kinds]
 
 
 def qwen_windows(config: Config, layers: int) -> Fields:

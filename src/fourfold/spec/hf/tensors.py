@@ -117,7 +117,7 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
         "ffn = 4 x hidden": model.ffn == 4 * model.hidden,
         **expert_facts(model),
     }
-    if model.window is not None and model.local_layers is None:
+    if model.window is not None and model.mixers is None:
         facts["window"] = "of all layers"
     wanted = {
         "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
