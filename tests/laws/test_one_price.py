@@ -511,6 +511,12 @@ def test_predict_takes_a_gpu_as_plan_does_and_asks_for_a_machine() -> None:
     assert found == {(best.step_s, best.peak_bytes)}
     alone = fourfold.predict(small, "megatron", gpu="h100-80gb")
     assert typical.predictions[0] == alone
+    networked = replace(request, cluster=None, gpu="h100-80gb", network="400Gbit/s")
+    slow = fourfold.plan(networked).best
+    assert slow.step_s > best.step_s
+    for rate in ("400Gbit/s", 50e9):
+        one = fourfold.predict(run, "megatron", gpu="h100-80gb", network=rate)
+        assert (one.step_s, one.peak_bytes) == (slow.step_s, slow.peak_bytes)
     large = replace(run, gpus=1024, layout=Layout(shard=1024))
     for spec, stack in ((run, "megatron"), (large, "fourfold")):
         with pytest.raises(UserError, match=r"has no machine: .*pass cluster, gpu"):

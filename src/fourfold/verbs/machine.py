@@ -25,7 +25,7 @@ from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
 from fourfold.spec import RunSpec, catalog, check
 from fourfold.spec.cluster import Cluster, device_id
-from fourfold.units import counted, show_bytes
+from fourfold.units import bytes_per_s_from, counted, show_bytes
 
 GUESS = "a rough guess from the cores"
 # Of a host's memory, shared by its ranks: the rest is the system's and Python's.
@@ -243,11 +243,11 @@ class Predictor:
 
 class Machine(TypedDict, total=False):
     """A cluster, GPUs of one type in typical hosts or a hardware profile, and a calibration; files
-    are read. `network`: bytes/s of a host, whatever the cluster's name suggests."""
+    are read. `network`: of a host, '400Gbit/s' or bytes/s, whatever the cluster's name suggests."""
 
     cluster: str | Cluster | None
     gpu: str | None
-    network: float | None
+    network: str | float | None
     profile: str | None
     calibration: str | None
 
@@ -257,7 +257,7 @@ def machine_of_run(
     *,
     cluster: str | Cluster | None = None,
     gpu: str | None = None,
-    network: float | None = None,
+    network: str | float | None = None,
     profile: str | None = None,
     calibration: str | None = None,
 ) -> tuple[Predictor, Callable[[RunSpec], Cluster | None]]:
@@ -266,13 +266,12 @@ def machine_of_run(
     host, where that has as many GPUs or cores as the run has ranks."""
     known = predictor(profile=profile, calibration=calibration)
     if cluster or gpu or network is not None:
+        rate = bytes_per_s_from(network) if isinstance(network, str) else network
         other = None if cluster else profile
 
         @cache
         def planned(gpus: int) -> Cluster:
-            return planned_cluster(
-                cluster=cluster, gpu=gpu, profile=other, gpus=gpus, network=network
-            )
+            return planned_cluster(cluster=cluster, gpu=gpu, profile=other, gpus=gpus, network=rate)
 
         return known, lambda run: planned(run.gpus)
 
