@@ -623,6 +623,8 @@ def test_explain_reads_layouts_as_a_plan_prints_them() -> None:
         assert explained.row is not None
         assert {*name.split()} <= {*str(explained.row).split()}
         assert {row.micro_batch for row in explained.variants or ()} == {1}
+        # Its place is among all that the plan ranks, not among layouts with its virtual stages.
+        assert explained.with_unproven or str(explained.best) == names[0]
     fixed = replace(request, layout="pp2 tp1 v4", top=1)
     assert fixed.policy == {"virtual_stages": 4}
     assert str(plan(fixed).best).endswith(" v4")

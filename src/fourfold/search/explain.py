@@ -107,9 +107,15 @@ def way_of_row(query: PlanQuery, row: PlanRow) -> Ranking | None:
 
 
 def explain_ranking(
-    query: PlanQuery, layout: Layout, ranking: Ranking | None, *, listed: bool = False
+    query: PlanQuery,
+    layout: Layout,
+    ranking: Ranking | None,
+    *,
+    plan: PlanQuery | None = None,
+    listed: bool = False,
 ) -> Explanation:
-    """`listed`: with the operations of its best variant."""
+    """`plan`: the question that it has a place in, where `query` decides more than that, as
+    'pp2 dp8 v4' does; `listed`: with the operations of its best variant."""
     legal = ranking is not None and ranking.grid.legal > 0
     known: dict[str, Any] = {
         "layout": layout,
@@ -123,7 +129,7 @@ def explain_ranking(
         return Explanation(**known, nearest=nearest(query, layout))
     if not known["fits"]:
         return Explanation(**known, nearest=_fitting(query, layout), smallest=_smallest(ranking))
-    everything = _rivals(query, layout, ranking)
+    everything = _rivals(plan or query, ranking)
     # Ways to run it stand in the order that they have in the plan.
     if everything.pace_s < ranking.pace_s:
         ranking = rank_layouts(ranking.query, least=VARIANTS, pace_s=everything.pace_s)
@@ -162,7 +168,7 @@ def _operations(ranking: Ranking, row: PlanRow) -> tuple[OpRow, ...]:
     return operations(one.columns, ranking.query.entry.coefficients, row.parts_s)
 
 
-def _rivals(query: PlanQuery, layout: Layout, ranking: Ranking) -> Ranking:
+def _rivals(query: PlanQuery, ranking: Ranking) -> Ranking:
     """Everything that a layout is compared with: what 'plan' ranks, and where the layout itself is
     not part of that (never measured, or outside --where), all that would be."""
     unproven = bool(ranking.points["unproven"][0])

@@ -282,6 +282,7 @@ def explain(
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
     `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
     require_plan_request(request)
+    whole = request
     if isinstance(layout, str):
         fields = layout_fields(layout, request.policy, request.micro_batch)
         layout = fields.pop("layout")
@@ -295,7 +296,9 @@ def explain(
         on_event(Event(f"read as: {asked} = {chosen}; {rule}"))
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen, open_experts=named.isdisjoint(EXPERT_AXES))
-    explanation = explain_ranking(query, chosen, ranking, listed=operations)
+    is_more = whole.policy != request.policy or whole.micro_batch != request.micro_batch
+    rivals = _sized(whole, chosen, ignore) if is_more else query
+    explanation = explain_ranking(query, chosen, ranking, plan=rivals, listed=operations)
     way = way_of_row(query, explanation.row) if draw and explanation.row is not None else None
     drawn = timeline(way) if way is not None else None
     return Explained(explanation=explanation, timeline=drawn)
