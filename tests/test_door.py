@@ -21,14 +21,14 @@ import pytest
 
 import fourfold
 from fourfold import files
+from fourfold.engines.megatron.log import Megatron
+from fourfold.engines.nemo.log import Summary
 from fourfold.errors import UserError
 from fourfold.events import Event
 from fourfold.logs import metrics, tables
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.mapping import propose
-from fourfold.logs.megatron import Megatron
-from fourfold.logs.nemo import Summary
 from fourfold.logs.nested import Yaml, bracketed
 from fourfold.logs.row import Row
 from fourfold.spec import codec, texts

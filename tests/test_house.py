@@ -62,7 +62,7 @@ HONEST = {
     ("attention kernels", "engine/jobs/calibrate.py"): "torch's kernels on a GPU",
     ("recompute", "verbs/verify_cases.py"): "which case varies it how",
     **{
-        ("axes", f"logs/{engine}.py"): "columns that this engine's prints decide"
+        ("axes", f"engines/{engine}/log.py"): "columns that this engine's prints decide"
         for engine in ("nanotron", "torchtitan")
     },
     ("axes", "conformance/cell.py"): "words of a layout that any engine may have",

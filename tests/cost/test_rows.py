@@ -12,7 +12,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.run import columns_of
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows, parse
-from fourfold.logs.experts import model_columns
+from fourfold.logs.models import model_columns
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import Layout

@@ -21,7 +21,7 @@ import fourfold
 from fourfold.agents.tools import TOOLS
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
-from fourfold.logs.experts import model_columns
+from fourfold.logs.models import model_columns
 from fourfold.page.plan import plan_data
 from fourfold.result.report import Prediction
 from fourfold.search import export as exports

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.engines.megatron.log_experts import megatron_experts
 from fourfold.errors import UserError
-from fourfold.logs.experts import megatron_experts
 from fourfold.logs.row import shown_layout
 from tests.logs import written
 from tests.logs.reading import BLOOM, GOLDEN, collected, one, rows, says, table

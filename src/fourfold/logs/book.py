@@ -8,21 +8,61 @@ Recognises the engine that wrote a log, and reads its runs in one pass and bound
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fourfold.logs.lines import Line, read_lines
 from fourfold.logs.series import StepLine, StepSeries
 from fourfold.spec.engine import READERS
 
 
-def _reader(name: str) -> Any:
-    file, _, title = READERS[name].partition(".")
-    return getattr(importlib.import_module(f"fourfold.logs.{file}"), title)
+class EngineReader:
+    """Reads the lines of one engine's logs into a book; each engine has its own (engines)."""
+
+    name = ""  # of the engine, in rows
+    steps = ""  # what grep -E finds in every line, or block, that tells of a step
+    is_below = False  # its lines may stand in the log of another engine, which it is a part of
+    # Of logs of events, with a file for each rank: what every line has, and the file's name as run
+    # and rank.
+    events = ""
+    rank_file: ClassVar[re.Pattern[str] | None] = None
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+
+    def take(self, line: Line) -> bool:
+        """Read a line; return whether it is one of this engine's."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Read what the end of the log completes."""
+
+
+@functools.cache
+def _reader(name: str) -> type[EngineReader]:
+    module, _, title = READERS[name].rpartition(".")
+    found: type[EngineReader] = getattr(
+        importlib.import_module(f"fourfold.engines.{module}"), title
+    )
+    return found
+
+
+def is_event(text: str) -> bool:
+    """Return whether a JSON line is an engine's log, by events instead of steps."""
+    readers = map(_reader, READERS)
+    return any(reader.events and reader.events in text for reader in readers)
+
+
+def run_and_rank(file: str) -> tuple[str, str] | None:
+    """Return the run and the rank that the name of a log of one rank says, else None."""
+    patterns = (_reader(name).rank_file for name in READERS)
+    found = next(filter(None, (pattern.fullmatch(file) for pattern in patterns if pattern)), None)
+    return (found[1], found[2]) if found else None
 
 
 def step_words(reader: str = "") -> str:
@@ -54,7 +94,7 @@ class LogReader:
             if not reader.take(line):
                 reader.book.look(line)
         if len(self._readers) > 1:
-            found = [one for one in self._readers if _has_step(one.book) and not _is_below(one)]
+            found = [one for one in self._readers if _has_step(one.book) and not one.is_below]
             self._readers = found[:1] or self._readers
 
     def finish(self) -> Book:
@@ -71,16 +111,11 @@ def _has_step(book: Book) -> bool:
     return bool(book.runs) and book.runs[-1].steps.first is not None
 
 
-def _is_below(reader: Any) -> bool:
-    """Whether its lines may stand in the log of another engine, which it is a part of."""
-    return getattr(reader, "is_below", False)
-
-
-def _weight(reader: Any) -> tuple[bool, bool, int, int]:
+def _weight(reader: EngineReader) -> tuple[bool, bool, int, int]:
     book = reader.book
     facts = max((len(run.facts) for run in book.runs), default=0)
     has_step = _has_step(book)
-    return has_step, has_step and not _is_below(reader), facts, book.unread
+    return has_step, has_step and not reader.is_below, facts, book.unread
 
 
 def read_log(path: str | Path, engine: str = "", *, begun: bool = False) -> Book:

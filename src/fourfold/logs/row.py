@@ -15,7 +15,7 @@ from typing import Any
 from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
-from fourfold.logs.experts import model_columns
+from fourfold.logs.models import model_columns
 from fourfold.logs.nested import ADAPTERS, OFFLOADED, number, whole
 from fourfold.logs.words import COUNTS, NUMBERS
 from fourfold.spec import catalog

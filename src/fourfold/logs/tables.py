@@ -1,17 +1,10 @@
 """Tables and exports: the reference schema, metrics by step from W&B and TensorBoard (CSV or JSON
-lines), CloudAI's report, and any other CSV through a mapping file.
-
-torchtitan's structured log, JSON lines of one rank each.
-
-The span "step" ends with {"log_type_name": "step_end", "value": 321.9, "step": 7, "rank": 0}, the
-milliseconds of the whole step; its `step_tags` say whether it saved a checkpoint or evaluated.
-"""
+lines), CloudAI's report, and any other CSV through a mapping file."""
 
 from __future__ import annotations
 
 import csv
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,37 +15,13 @@ from fourfold import door, files
 from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
 from fourfold.escape import csv_text
 from fourfold.logs import metrics
-from fourfold.logs.book import Book
+from fourfold.logs.book import Book, is_event
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, require_headings
-from fourfold.logs.nested import decimal, json_object, number, whole
+from fourfold.logs.nested import decimal, json_object
 from fourfold.logs.row import COLUMNS, EXTRA, Row, text_of
-from fourfold.logs.series import StepLine
 from fourfold.result.job import LOG_FILES
 from fourfold.spec import check
-
-TITAN_MARK = '"log_type_name":'
-# SOURCE.global_rank_RANK.TIME-LETTERS.jsonl
-TITAN_FILE = re.compile(r"(.+)\.global_rank_([0-9]{1,9})\.[\w-]{1,60}\.jsonl")
-_STEP_END = re.compile(r'"log_type_name": ?"step_end"')
-_PAUSES = {"checkpoint_save", "eval"}
-
-
-def take_titan_event(line: Line, book: Book) -> None:
-    """A line that has the mark."""
-    if not _STEP_END.search(line.text):
-        return
-    found = json_object(line.text) or {}
-    at, milliseconds = whole(str(found.get("step"))), number(str(found.get("value")))
-    if at is None or not milliseconds or milliseconds < 0:
-        book.unreadable(line)
-        return
-    tags = found.get("step_tags")
-    if isinstance(tags, list) and _PAUSES.intersection(map(str, tags)):
-        book.pause()
-    label = f"rank {found.get('rank', 0)}"
-    book.step(StepLine(step=at, seconds=milliseconds / 1e3, label=label))
-
 
 # A row takes 2.5 KB of memory, however short its line is.
 MOST_ROWS = 100_000
@@ -74,7 +43,7 @@ class TableRead:
 def is_table(path: str | Path) -> bool:
     """By its name, or by its first line: headings or a JSON object."""
     suffix = Path(path).suffix.lower()
-    if suffix == ".jsonl" and TITAN_MARK in _first(path):
+    if suffix == ".jsonl" and is_event(_first(path)):
         return False  # a log, by events instead of steps
     if suffix in (".csv", ".tsv", ".jsonl", ".ndjson"):
         return True

@@ -1,5 +1,5 @@
-"""What a configuration says in an engine's own words, as columns of the reference schema: by
-data/log_words.toml, where each is one to one.
+"""What a configuration says in an engine's own words, as columns of the reference schema: by the
+log_words.toml of its folder and of `data`, where each is one to one.
 
 What it says of the tokens and of routing, in the words by which `report` tells a training from a
 benchmark (tables/derive.py).
@@ -12,8 +12,23 @@ from typing import Any
 
 from fourfold.logs.nested import Flat, is_none, number, whole, yes
 from fourfold.spec import catalog
+from fourfold.spec.engine import tables_of
 
-WORDS = catalog.data("log_words.toml")
+
+def _merged(*tables: dict[str, Any]) -> dict[str, Any]:
+    """Return tables in one: lists one after the other, tables in tables likewise."""
+    found: dict[str, Any] = {}
+    for table in tables:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                value = _merged(found.get(name, {}), value)
+            elif isinstance(value, list):
+                value = [*found.get(name, ()), *value]
+            found[name] = value
+    return found
+
+
+WORDS = _merged(catalog.data("log_words.toml"), *tables_of("log_words.toml").values())
 _COLUMNS = catalog.data("columns.toml")
 COUNTS, NUMBERS = (tuple(_COLUMNS[kind].split()) for kind in ("counts", "numbers"))
 

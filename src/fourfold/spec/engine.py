@@ -167,7 +167,7 @@ class Engine:
     habits: EngineHabits
     release: str = ""  # that settings are written for; '': an engine as it was measured
     export: SettingsExport = field(default_factory=SettingsExport)
-    reader: str = ""  # module and class that read its logs
+    reader: str = ""  # folder, module and class that read its logs
     runs_as: str = ""  # the engine that is exported for this name without a date
     dated: Mapping[str, EngineHabits] = field(default_factory=dict)  # by year
 
@@ -181,16 +181,21 @@ class Engine:
         return self.export.title or self.name
 
 
-def _tables() -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the table of every folder of `engines`, in the order of lists."""
-    files = ((name, os.path.join(FOLDER, name, "engine.toml")) for name in os.listdir(FOLDER))
-    tables = [(name.replace("_", "-"), data(file)) for name, file in files if os.path.isfile(file)]
-    return sorted(tables, key=lambda named: (named[1].get("order", _LAST), named[0]))
+def tables_of(file: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of one file of every engine's folder that has it, by the folder's name."""
+    paths = ((name, os.path.join(FOLDER, name, file)) for name in sorted(os.listdir(FOLDER)))
+    return {name.replace("_", "-"): data(path) for name, path in paths if os.path.isfile(path)}
 
 
 GENERIC = "generic"  # no engine in particular
 _LAST = 100
-_TABLES = dict(_tables())
+# In the order of lists.
+_TABLES = dict(
+    sorted(
+        tables_of("engine.toml").items(),
+        key=lambda named: (named[1].get("order", _LAST), named[0]),
+    )
+)
 _NAMES = {
     name: (folder, table) for folder, own in _TABLES.items() for name, table in own["names"].items()
 }
@@ -230,7 +235,7 @@ def _engine(name: str) -> Engine:
         name=name,
         rules=_rules(folder),
         habits=habits,
-        reader=_TABLES[folder].get("reader", ""),
+        reader=READERS.get(folder, ""),
         runs_as=table.get("runs_as", ""),
         dated={year: _habits(changes, habits, name) for year, changes in dated.items()},
     )
@@ -246,10 +251,16 @@ def _exported(folder: str, name: str, table: Mapping[str, Any]) -> Engine:
         release=table.get("release", ""),
         rules=_changed(_rules(folder), table.get("rules", {}), name),
         export=export,
-        reader=_TABLES[folder].get("reader", ""),
+        reader=READERS.get(folder, ""),
     )
 
 
+# Readers of logs, by their engine.
+READERS: dict[str, str] = {
+    name: f"{name.replace('-', '_')}.{own['reader']}"
+    for name, own in _TABLES.items()
+    if "reader" in own
+}
 # By name, without a date; the longest name that another begins with counts.
 ENGINES: dict[str, Engine] = {name: _engine(name) for name in _NAMES}
 EXPORTS: dict[str, Engine] = {
@@ -259,10 +270,6 @@ EXPORTS: dict[str, Engine] = {
 }
 # What people call an engine, where that is another name.
 _CALLED = {word: name for name, (_, own) in _NAMES.items() for word in own.get("called", ())}
-# Readers of logs, by the folder of their engine.
-READERS: dict[str, str] = {
-    folder: own["reader"] for folder, own in _TABLES.items() if "reader" in own
-}
 
 _DATE = re.compile(r"-(?=20\d\d|v?\d\d?\.\d)")
 _YEAR = re.compile(r"20\d\d|(?<=-)v?2\d(?=\.\d\d)")

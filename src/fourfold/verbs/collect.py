@@ -14,8 +14,7 @@ from fourfold import files
 from fourfold.errors import UserError, inside
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
-from fourfold.logs import tables
-from fourfold.logs.book import READERS, Book, read_log, read_nodes
+from fourfold.logs.book import READERS, Book, read_log, read_nodes, run_and_rank
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import check_out, is_table, keep, read_table
@@ -133,7 +132,7 @@ def read_files(
         return _read_table(log, mapping)
     book = read_log(log, reader or "") if is_one else read_nodes(logs, reader or "")
     rows = [row_of(run, run.engine or book.engine) for run in book.runs]
-    ranks = {f.group(2) for path in logs if (f := tables.TITAN_FILE.fullmatch(Path(path).name))}
+    ranks = {found[1] for path in logs if (found := run_and_rank(Path(path).name))}
     for row in rows if ranks else ():
         row.fill(n_gpus=len(ranks))
         row.notes.append(f"n_gpus: {counted(len(ranks), 'rank')} with a log here")
@@ -255,12 +254,12 @@ def _is_of(path: Path, kind: str) -> bool:
 
 
 def _by_run(logs: Sequence[str]) -> list[list[str]]:
-    """Logs of one run together: of nodes, in its folder of a store; of ranks, as torchtitan's."""
+    """Logs of one run together: of nodes, in its folder of a store; of ranks, by name."""
     runs: dict[Path, list[str]] = {}
     for log in logs:
         path = Path(log)
-        if found := tables.TITAN_FILE.fullmatch(path.name):
-            run = path.parent / found.group(1)
+        if found := run_and_rank(path.name):
+            run = path.parent / found[0]
         else:
             run = path.parent if _OF_NODE.fullmatch(path.name) else path
         runs.setdefault(run, []).append(log)

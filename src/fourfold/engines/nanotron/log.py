@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs.book import Book
-from fourfold.logs.experts import placed
+from fourfold.logs.book import Book, EngineReader
 from fourfold.logs.lines import Line
+from fourfold.logs.models import placed
 from fourfold.logs.nested import Flat, Nested, number, whole, yes
 from fourfold.logs.series import StepLine
 from fourfold.logs.words import columns, words_of
@@ -27,12 +27,12 @@ _ELAPSED = ("elapsed_time_per_iteration_ms", "time_per_iteration_ms")  # of 2024
 _STARTS = ("Config(", "LlamaConfig(", "Starcoder2Config(", "Qwen2Config(")
 
 
-class Nanotron:
+class Nanotron(EngineReader):
     name = "nanotron"
     steps = "iteration: [0-9]+ / [0-9]+ "
 
     def __init__(self, book: Book) -> None:
-        self.book = book
+        super().__init__(book)
         self._nested: Nested | None = None
         self._kind = self._label = ""
 

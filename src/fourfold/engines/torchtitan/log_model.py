@@ -8,7 +8,7 @@ import re
 from functools import cache
 
 from fourfold.cost.count.params import model_params
-from fourfold.logs.experts import latent_facts, model_columns, placed
+from fourfold.logs.models import latent_facts, model_columns, placed
 from fourfold.logs.nested import Flat, is_none, number, whole, yes
 from fourfold.logs.words import columns
 from fourfold.spec import ModelShape, catalog

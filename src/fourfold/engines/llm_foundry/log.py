@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs.book import Book
+from fourfold.logs.book import Book, EngineReader
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Yaml, fsdp_sharding, number, whole
 from fourfold.logs.series import StepLine
@@ -25,12 +25,12 @@ _CONSOLE = re.compile(r"(num_nodes|num_gpus_per_node): ([0-9]{1,7})$")
 _KEY = re.compile(r"^[a-z_]{2,40}:( \S.*)?$")
 
 
-class Composer:
+class Composer(EngineReader):
     name = "llm-foundry"
     steps = r"\[batch=[0-9]+"
 
     def __init__(self, book: Book) -> None:
-        self.book = book
+        super().__init__(book)
         self._yaml: Yaml | None = None
         self._step: int | None = None
         self._metrics: Flat = {}

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-from fourfold.logs.book import Book
-from fourfold.logs.experts import config_columns
+from fourfold.logs.book import Book, EngineReader
 from fourfold.logs.lines import Line
+from fourfold.logs.models import config_columns
 from fourfold.logs.nested import (
     ADAPTERS,
     OFFLOADED,
@@ -56,13 +56,13 @@ _MODEL, _MOST_TEXT = "model.", 2**20
 _DUMPS = (("json = {", "ds."), ("TrainingArguments(", "args."), ("Model config ", _MODEL))
 
 
-class DeepSpeed:
+class DeepSpeed(EngineReader):
     name = "deepspeed"
     steps = "SamplesPerSec=|s/it\\]|it/s\\]|step=[0-9]+, skipped="
     is_below = True
 
     def __init__(self, book: Book) -> None:
-        self.book = book
+        super().__init__(book)
         self._said: Flat = {}
         self._nested: tuple[Nested, str] | None = None
         self._text = ""  # of the dump that is open

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs import nemo
-from fourfold.logs.book import Book
+from fourfold.engines.megatron.log_args import facts_of
+from fourfold.engines.nemo import log as nemo
+from fourfold.logs.book import Book, EngineReader
 from fourfold.logs.lines import Line
-from fourfold.logs.megatron_args import facts_of
 from fourfold.logs.nested import ADAPTERS, Flat, Yaml, argument, number, whole, yes
 from fourfold.logs.series import StepLine
 
@@ -36,12 +36,12 @@ _RESERVED = re.compile(
 _NEMO_CONFIG, _PART = "Experiment configuration", re.compile(r"[a-z][a-z_]{1,40}:$")
 
 
-class Megatron:
+class Megatron(EngineReader):
     name = "megatron-lm"
     steps = "elapsed.time.per.iteration|train_step_timing in s"
 
     def __init__(self, book: Book) -> None:
-        self.book = book
+        super().__init__(book)
         self._arguments: Flat | None = None
         self._label = ""
         self._yaml: Yaml | nemo.Summary | None = None

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 
-from fourfold.logs import tables
-from fourfold.logs.book import Book
-from fourfold.logs.lines import Line
-from fourfold.logs.nested import OFFLOADED, Flat, Nested, number, whole
-from fourfold.logs.series import StepLine
-from fourfold.logs.titan_model import (
+from fourfold.engines.torchtitan.log_model import (
     configured_sizes,
     printed_sizes,
     sizes_by_count,
     titan_placed,
 )
+from fourfold.logs.book import Book, EngineReader
+from fourfold.logs.lines import Line
+from fourfold.logs.nested import OFFLOADED, Flat, Nested, json_object, number, whole
+from fourfold.logs.series import StepLine
 from fourfold.logs.words import columns, words_of
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
@@ -49,6 +48,8 @@ _PIPELINE = re.compile(r"with (\d{1,9}) microbatches and (\d{1,9}) stages")
 _CONFIG = re.compile(r"Running with (?:configs?|args): (?=[{\w])")
 _MODEL = re.compile(r"Building (\S{1,60}) ?(\S{0,60}?) ?with (?=\{|\w{1,60}\()")
 _SIZE = re.compile(r"Model (\S{1,60}) (\S{1,60}) size: ([0-9,]{1,24}) total parameters")
+_STEP_END = re.compile(r'"log_type_name": ?"step_end"')
+_PAUSES = {"checkpoint_save", "eval"}
 # Classes of 0.3.
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _APPLIED = (
@@ -67,20 +68,23 @@ _APPLIED = (
 )
 
 
-class Torchtitan:
+class Torchtitan(EngineReader):
     name = "torchtitan"
     steps = "step: *[0-9]+ .*[tw]ps:"
+    events = '"log_type_name":'
+    # SOURCE.global_rank_RANK.TIME-LETTERS.jsonl
+    rank_file = re.compile(r"(.+)\.global_rank_([0-9]{1,9})\.[\w-]{1,60}\.jsonl")
 
     def __init__(self, book: Book) -> None:
-        self.book = book
+        super().__init__(book)
         self._nested: Nested | None = None
         self._is_model = False
         self._label = ""
 
     def take(self, line: Line) -> bool:
         text = line.text
-        if text.startswith("{") and tables.TITAN_MARK in text:
-            tables.take_titan_event(line, self.book)
+        if text.startswith("{") and self.events in text:
+            self._event(line)
             return True
         if "step:" in text and ("tps:" in text or "wps:" in text):
             self._nested = None  # a step ends any dump
@@ -104,6 +108,23 @@ class Torchtitan:
                 self._feed(text[found.end() :])
                 return True
         return self._fact(text)
+
+    def _event(self, line: Line) -> None:
+        """Read a line of the structured log. The span "step" ends with {"log_type_name":
+        "step_end", "value": 321.9, "step": 7, "rank": 0}, the milliseconds of the whole step; its
+        `step_tags` say whether it saved a checkpoint or evaluated."""
+        if not _STEP_END.search(line.text):
+            return
+        found = json_object(line.text) or {}
+        at, milliseconds = whole(str(found.get("step"))), number(str(found.get("value")))
+        if at is None or not milliseconds or milliseconds < 0:
+            self.book.unreadable(line)
+            return
+        tags = found.get("step_tags")
+        if isinstance(tags, list) and _PAUSES.intersection(map(str, tags)):
+            self.book.pause()
+        label = f"rank {found.get('rank', 0)}"
+        self.book.step(StepLine(step=at, seconds=milliseconds / 1e3, label=label))
 
     def _step(self, line: Line) -> bool:
         place, rate, loss = (p.search(line.text) for p in (_STEP, _TPS, _LOSS))
