@@ -51,6 +51,10 @@ def test_seconds_without_a_dispatcher_are_those_of_a_plan_without_it(plan: PlanA
     same = replace(
         plain, policy=plain.policy | decided, micro_batch=plan.best.micro_batch, explore=True
     )
+    alone = fourfold.plan(replace(same, policy=decided, layout=plan.best.layout.to_plain()))
+    assert alone.assumes is not None
+    assert "with all-to-all" in alone.assumes.text
+    assert "best then" not in alone.assumes.text  # which is the same
     row = fourfold.explain(same, plan.best.layout).explanation.row
     assert row is not None
     assert row.step_s == less.step_s > plan.best.step_s

@@ -40,6 +40,7 @@ def test_plan_names_the_choice_that_no_layout_has(model: str, changes: dict, rea
         ("qwen3-30b-a3b", {"precision": "fp8"}, "is not supported by torchtitan for models with"),
         ("qwen3-30b-a3b", {"overlap_exchange": True}, "is not supported by torchtitan; use over"),
         ("llama-3.1-8b", {"recompute": "block-1"}, "recompute=block-N is not supported by torch"),
+        ("qwen3-30b-a3b", {"dispatcher": "ncclep"}, "dispatcher=ncclep is not supported by torch"),
     ],
 )
 def test_plan_refuses_a_policy_no_layout_changes(model: str, policy: dict, words: str) -> None:

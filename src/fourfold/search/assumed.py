@@ -97,7 +97,7 @@ def _text(
     words = {"graphs": "without the graphs", "overlap": "without the overlap"}
     words[PLAIN] = f"with {KINDS[PLAIN].title}{'' if keeps_graph else ' and without the graphs'}"
     for less in without:
-        same = f"{words[less.what]} {short_s(less.step_s)} s"
-        best = f" (best then: {less.best_layout}, {short_s(less.best_s)} s)" if less.best_s else ""
-        said.append(same + best)
+        same, other = short_s(less.step_s), short_s(less.best_s or less.step_s)
+        best = f" (best then: {less.best_layout}, {other} s)" if other != same else ""
+        said.append(f"{words[less.what]} {same} s{best}")
     return f"{said[0]}{'; ' if said[1:] else ''}{', '.join(said[1:])}"

@@ -90,7 +90,7 @@ def _dispatcher(c: RuleCase) -> Truth:
     spread = c.ep * c.etp > 1
     alone = c.policy.dispatcher == "local"
     waits = c.policy.cuda_graph & c.stack.is_ours
-    return (spread & (alone | waits)) | ((c.ep > 0) & _lacks_dispatcher(c))
+    return _lacks_dispatcher(c) or spread & (alone | waits)
 
 
 def _dispatchers(c: RuleCase) -> tuple[str, ...]:
