@@ -68,8 +68,8 @@ HONEST = {
     ("axes", "conformance/cell.py"): "words of a layout that any engine may have",
     ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
     **{
-        ("shardings", f"conformance/ranks/adapters/{engine}.py"): "what the engine has of them"
-        for engine in ("own", "zero")
+        ("shardings", f"engines/{engine}/adapter.py"): "what the engine has of them"
+        for engine in ("fourfold", "deepspeed")
     },
     ("axes", "logs/row.py"): "columns without which a row is incomplete",
 }

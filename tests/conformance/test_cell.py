@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fourfold
 from fourfold.conformance.cell import Cell, candidates
-from fourfold.conformance.ranks.adapters import adapter_file
+from fourfold.conformance.install import Release
 from fourfold.conformance.verdicts import COLUMNS, Verdict, known_reports, resembling
 from fourfold.errors import UserError
 from fourfold.output import table_csv
+from fourfold.spec.engine import ADAPTERS
 from fourfold.verbs import conformance
 from fourfold.verbs.conformance import Conformance, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
@@ -49,8 +51,12 @@ def test_flags_of_our_own_proof_do_not_go_with_another_engine() -> None:
 
 
 def test_releases_find_their_adapter_and_faults_their_report() -> None:
-    files = [adapter_file("torchtitan", version) for version in ("0.2.2", "0.3.0", "1.0")]
-    assert files == ["titan2", "titan3", "titan3"]
+    releases = [Release("torchtitan", version, "") for version in ("0.2.2", "0.3.0", "1.0")]
+    files = [release.adapter_path.name for release in releases]
+    assert files == ["adapter_02.py", "adapter_03.py", "adapter_03.py"]
+    for folder, adapter in ADAPTERS.values():
+        files = (adapter.file, *adapter.below.values())
+        assert all(Path(folder, f"{file}.py").is_file() for file in files)
     said = ("gradients of every weight / DP (2)",)
     assert resembling("torchtitan", Cell.parse("dp2"), said) == "pytorch/torchtitan#2323"
     assert not resembling("megatron-core", Cell.parse("dp2"), said)

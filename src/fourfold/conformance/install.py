@@ -15,17 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from fourfold import files
-from fourfold.conformance.ranks.adapters import FILES, adapter_file, version_key
 from fourfold.errors import MachineError, UserError, nearest
+from fourfold.spec.engine import ADAPTERS, OURS, version_key
 
-OURS = "fourfold"
-# What an engine imports without saying so, or that CPU builds of torch leave out.
-UNSAID = {
-    "megatron-core": ("triton", "einops", "packaging", "pyyaml"),
-    "torchtitan": ("triton", "einops", "torchdata", "datasets", "tokenizers", "tyro", "tomli",
-                   "tensorboard", "spmd_types"),
-    "transformers": ("accelerate",),
-}  # fmt: skip
 # Files of a release for a newer Python are Python: what is compiled among them is not used here.
 NEWER = ("3.12", "3.13", "3.14")
 READY = ".ready"
@@ -48,8 +40,10 @@ class Release:
 
     @property
     def adapter_path(self) -> Path:
-        folder = Path(__file__).parent / "ranks" / "adapters"
-        return Path(self.adapter or folder / f"{adapter_file(self.engine, self.version)}.py")
+        if self.adapter:
+            return Path(self.adapter)
+        folder, adapter = ADAPTERS[self.engine]
+        return Path(folder) / f"{adapter.file_of(self.version)}.py"
 
 
 def engines_folder(given: str | None) -> Path:
@@ -62,8 +56,8 @@ def engines_folder(given: str | None) -> Path:
 def split_name(text: str) -> tuple[str, str]:
     """('megatron-core', '0.19.2') of 'megatron-core==0.19.2'; without a version ''."""
     engine, _, version = text.partition("==")
-    if engine not in FILES:
-        hint = nearest(engine, FILES)
+    if engine not in ADAPTERS:
+        hint = nearest(engine, ADAPTERS)
         raise UserError("unknown engine", field="--engine", value=engine, hint=hint)
     if version and not re.fullmatch(r"[0-9][0-9A-Za-z.+!-]{0,40}", version):
         rule, hint = "has no version after ==", f"write {engine}==1.2.3"
@@ -76,7 +70,7 @@ def installed(folder: Path) -> list[Release]:
     found = []
     for ready in folder.glob(f"*/{READY}"):
         engine, _, version = files.read_own_text(ready).partition("==")
-        if engine in FILES:
+        if engine in ADAPTERS:
             found.append(Release(engine, version, str(ready.parent / "bin" / "python")))
     return sorted(found, key=lambda one: (one.engine, version_key(one.version)))
 
@@ -123,7 +117,8 @@ def install(text: str, folder: Path, say: Callable[[str], None]) -> Release:
     # What our environment has counts as there, but for the engine itself.
     if not (_works([*into, text]) and _works([*into, "--no-deps", "--ignore-installed", text])):
         _any_python(pip, text, site)
-    _run([*into, *UNSAID.get(engine, ())], text) if engine in UNSAID else None
+    if imports := ADAPTERS[engine][1].imports:
+        _run([*into, *imports], text)
     return _named(home, engine, folder, site)
 
 

@@ -52,11 +52,6 @@ def _folder(name: str) -> dict[str, str]:
     return {stem: f"{name}/{stem}.toml" for stem, suffix in files if suffix == ".toml"}
 
 
-def engine_names() -> list[str]:
-    """Engines with a command template."""
-    return sorted(_folder("engines"))
-
-
 def model_names() -> dict[str, str]:
     """Every preset -> its family, in the order of the files."""
     return {name: family for family in FAMILIES for name in data(f"models/{family}.toml")["models"]}

@@ -159,6 +159,28 @@ class SettingsExport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAdapter:
+    """What speaks to an engine for `verify --engine`."""
+
+    package: str  # the engine's distribution
+    file: str = "adapter"  # of its folder
+    below: dict[str, str] = field(default_factory=dict)  # files for releases before a version
+    imports: tuple[str, ...] = ()  # distributions that it needs without saying so
+
+    def file_of(self, version: str) -> str:
+        """Return the file of the engine's folder that speaks to a release."""
+        older = (
+            file for end, file in self.below.items() if version_key(version) < version_key(end)
+        )
+        return next(older, self.file)
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Return what releases are sorted by."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """A training engine by one of its names."""
 
@@ -197,7 +219,9 @@ _TABLES = dict(
     )
 )
 _NAMES = {
-    name: (folder, table) for folder, own in _TABLES.items() for name, table in own["names"].items()
+    name: (folder, table)
+    for folder, own in _TABLES.items()
+    for name, table in own.get("names", {}).items()
 }
 
 
@@ -260,6 +284,20 @@ READERS: dict[str, str] = {
     name: f"{name.replace('-', '_')}.{own['reader']}"
     for name, own in _TABLES.items()
     if "reader" in own
+}
+# By the engine's distribution: its adapter, and the folder that it is in.
+ADAPTERS: dict[str, tuple[str, EngineAdapter]] = {
+    own["adapter"]["package"]: (
+        os.path.join(FOLDER, name.replace("-", "_")),
+        codec.decode(EngineAdapter, own["adapter"], name),
+    )
+    for name, own in _TABLES.items()
+    if "adapter" in own
+}
+# Files with the command that `bench --engine` starts, by the engine whose settings it takes.
+TEMPLATES: dict[str, str] = {
+    own["export"]: os.path.join(FOLDER, name.replace("-", "_"), "bench.toml")
+    for name, own in tables_of("bench.toml").items()
 }
 # By name, without a date; the longest name that another begins with counts.
 ENGINES: dict[str, Engine] = {name: _engine(name) for name in _NAMES}

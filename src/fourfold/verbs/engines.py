@@ -27,13 +27,12 @@ from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
 from fourfold.result.report import RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.spec import RunSpec, catalog, check, codec, texts
-from fourfold.spec.engine import EXPORTS, READERS
+from fourfold.spec import RunSpec, check, codec, texts
+from fourfold.spec.engine import EXPORTS, READERS, TEMPLATES
 from fourfold.spec.site import Env, Site, require_form
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor
 
-_DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
 _ENDS_ITSELF_S = 60.0
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -85,13 +84,15 @@ class EngineTemplate:
 def engine_template(name: str) -> EngineTemplate:
     """Of a name that comes along, or of a TOML file."""
     is_file = "/" in name or name.endswith(".toml")
-    if not is_file and name not in catalog.engine_names():
-        hint = f"{nearest(name, catalog.engine_names())}, or pass the path of a template"
+    if not is_file and name not in TEMPLATES:
+        hint = f"{nearest(name, TEMPLATES)}, or pass the path of a template"
         raise UserError("unknown engine", field="engine", value=name, hint=hint)
-    path = name if is_file else str(_DATA / f"{name}.toml")
+    path = name if is_file else TEMPLATES[name]
     data = texts.read(path, field="engine")
     with inside(path):
-        return codec.decode(EngineTemplate, {"name": Path(path).stem.lower(), **data})
+        return codec.decode(
+            EngineTemplate, {"name": Path(path).stem.lower() if is_file else name, **data}
+        )
 
 
 def filled(word: str, places: Mapping[str, object]) -> str:

@@ -13,6 +13,7 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import Cluster, catalog, check
+from fourfold.spec.engine import TEMPLATES
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault
@@ -56,7 +57,7 @@ class MeasureRequest(Launch):
 
     runs: str = flag(*STORE, default="runs")
     engine: str | None = flag(
-        f"run by another engine: {', '.join(catalog.engine_names())}, or a template file; in bench "
+        f"run by another engine: {', '.join(sorted(TEMPLATES))}, or a template file; in bench "
         "also a list such as torchtitan-0.2,fourfold",
         "NAME",
     )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapters.titan import Titan
 from fourfold.conformance.ranks.reference import BETAS, DECAY, EPS, LR
 from fourfold.conformance.ranks.shims import (
     cpu_histogram,
@@ -18,6 +17,7 @@ from fourfold.conformance.ranks.shims import (
     gathered_attention,
     local_attention,
 )
+from fourfold.engines.torchtitan.adapter import Titan
 
 
 class Titan2(Titan):

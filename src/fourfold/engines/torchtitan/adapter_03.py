@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapters.titan import Titan
 from fourfold.conformance.ranks.reference import ADAMW
 from fourfold.conformance.ranks.shims import (
     cpu_histogram,
@@ -17,6 +16,7 @@ from fourfold.conformance.ranks.shims import (
     micro_batch_lists,
     ungrouped_experts,
 )
+from fourfold.engines.torchtitan.adapter import Titan
 
 
 class Titan3(Titan):
