@@ -31,7 +31,8 @@ from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import read_reports
 from fourfold.cost.table.rows import parse
-from fourfold.search.query import entry_for, usual_cluster
+from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import entry_for
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import Layout

@@ -20,7 +20,8 @@ from fourfold.cost.predict import operations, predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import once_ops
 from fourfold.result.one_rank import OneRankResult, PhaseTime
-from fourfold.search.query import entry_for, usual_cluster
+from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import entry_for
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.units import whole_units

@@ -19,8 +19,8 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict
-from fourfold.search.query import entry_for, usual_cluster
-from fourfold.search.stack_names import listed, match_stack
+from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import entry_for, listed, match_stack
 from fourfold.spec import catalog
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.fit import fit

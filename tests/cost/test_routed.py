@@ -26,8 +26,8 @@ from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import match_stack
 from fourfold.search.routed import beyond
-from fourfold.search.stack_names import match_stack
 from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs

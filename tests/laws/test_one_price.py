@@ -29,7 +29,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery, usual_cluster
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.stack_names import match_stack
+from fourfold.search.resolve import match_stack
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
+from fourfold.search.query import PlanQuery, usual_cluster, usual_policy
+from fourfold.search.resolve import entry_for, evidence_for
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.policy import Policy

@@ -29,14 +29,10 @@ from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import PlanAnswer
-from fourfold.search.query import (
-    PlanQuery,
-    default_stack,
-    usual_cluster,
-)
+from fourfold.search.query import PlanQuery, usual_cluster
 from fourfold.search.ranking import rank_layouts
+from fourfold.search.resolve import default_stack, match_stack
 from fourfold.search.rules.case import divisors
-from fourfold.search.stack_names import match_stack
 from fourfold.search.training import whole_training
 from fourfold.show.plan import page
 from fourfold.spec import catalog

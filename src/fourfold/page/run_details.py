@@ -23,7 +23,7 @@ from fourfold.escape import shell_line, toml_text
 from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
-from fourfold.search.query import entry_for
+from fourfold.search.resolve import entry_for
 from fourfold.spec import Cluster, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
 from fourfold.units import bytes_per_s_from

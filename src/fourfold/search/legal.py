@@ -83,10 +83,17 @@ def why_not(
     batch: Batch,
     policy: Policy,
     target: Target | None = None,
+    *,
+    only: tuple[str, ...] = REASONS,
 ) -> tuple[Refusal, ...]:
-    """Every broken rule, in the order of RULES; empty: legal. Memory is not asked here."""
+    """Return every broken rule, of `only` some, in the order of RULES; empty: legal. Memory is not
+    asked here."""
     case = case_of(model, layout, batch, policy, target or Target())
-    return tuple(Refusal(rule.reason, *rule.words(case)) for rule in RULES if rule.broken(case))
+    return tuple(
+        Refusal(rule.reason, *rule.words(case))
+        for rule in RULES
+        if rule.reason in only and rule.broken(case)
+    )
 
 
 def certain_refusals(
@@ -104,11 +111,11 @@ def certain_refusals(
 def require_legal(spec: RunSpec, *, only: tuple[str, ...] = REASONS) -> None:
     """Raise the first broken rule of a run of our engine; `only` some rules, for what cuts a model
     without running it."""
-    for refusal in why_not_spec(spec):
-        if refusal.reason in only:
-            raise refusal.error
+    for refusal in why_not_spec(spec, only=only):
+        raise refusal.error
 
 
-def why_not_spec(spec: RunSpec) -> tuple[Refusal, ...]:
+def why_not_spec(spec: RunSpec, *, only: tuple[str, ...] = REASONS) -> tuple[Refusal, ...]:
+    """Return every broken rule of a run of our engine, of `only` some."""
     target = Target(gpus=spec.gpus)
-    return why_not(spec.model, spec.layout, spec.batch, spec.policy, target)
+    return why_not(spec.model, spec.layout, spec.batch, spec.policy, target, only=only)

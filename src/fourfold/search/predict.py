@@ -18,8 +18,8 @@ from fourfold.cost.run import columns_of
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
-from fourfold.search.query import entry_for, with_gradient_dtypes
-from fourfold.search.stack_names import match_stack
+from fourfold.search.query import with_gradient_dtypes
+from fourfold.search.resolve import resolve
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
 
@@ -56,11 +56,10 @@ def predict(
         machine = named or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
         known = known or calibrations.shipped()
-        engine = match_stack(stack, machine, known, experts=has_experts)
-        entry, _ = entry_for(known, engine, machine, experts=has_experts)
-        asked = [with_planned_gradients(specs[at], engine) for at in places]
-        c = columns_of(asked, cluster=machine, stack=engine)
-        many, words = predictions(c, entry), provenance(c, entry)
+        engine = resolve(stack, machine, known, experts=has_experts)
+        asked = [with_planned_gradients(specs[at], engine.stack) for at in places]
+        c = columns_of(asked, cluster=machine, stack=engine.stack)
+        many, words = predictions(c, engine.entry), provenance(c, engine.entry)
         for i, at in enumerate(places):
             chance = float(many.fits[i]) if named is not None else None
             one = replace(many.one(i), provenance=words[i], fit_chance=chance)

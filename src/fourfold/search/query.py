@@ -1,9 +1,7 @@
-"""What is asked of the planner: a model, machines, a batch, an engine, and what is left open; and
-which engine and calibration a name stands for."""
+"""What is asked of the planner: a model, machines, a batch, an engine, and what is left open."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,28 +9,21 @@ from typing import Any
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.dispatch import OVERLAPS, dispatcher_of
-from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
+from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
-from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
-from fourfold.spec.engine import OURS, MeasuredAs, engine_of
+from fourfold.spec.engine import OURS, engine_of
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import remarks
-from fourfold.spec.words import SHARDINGS
-
-ALIKE = 1.1  # rates of links within 10%
-# Of an engine's measured runs: what fewer have is no habit of it (Megatron's FSDP: 2 of 381).
-FEW_OF_ENGINE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +130,6 @@ def usual_cluster(device: Device, gpus: int) -> Cluster:
     )
 
 
-def default_stack(cluster: Cluster, calibration: Calibration) -> str:
-    """The stack with most measured rows on the cluster, else no engine in particular."""
-    known = [e for e in calibration.of(experts=False) if e.cluster == cluster.name]
-    if not known:
-        return "generic"
-    return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
-
-
 def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
     """Return the policy with the dtypes that a stack accumulates and reduces gradients in: those of
     the precision (fp32 unless it is a pure one), whatever its measured runs did, unless stated.
@@ -213,79 +196,3 @@ def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
         release=True,
         dispatchers=query.dispatchers,
     )
-
-
-def entry_for(
-    calibration: Calibration, stack: str, cluster: Cluster, *, experts: bool = False
-) -> tuple[FittedStack, str]:
-    """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
-    model with `experts` or of others."""
-    stack = str(MeasuredAs.of(stack).with_experts()) if experts else stack
-    like = twin(calibration, stack, cluster) or cluster.name
-    generation = generation_of(cluster.device)
-    entry, why = calibration.entry(stack, MeasuredAs.of(stack).place(like), generation)
-    if like != cluster.name and not why:
-        entry = replace(entry, basis="near")
-    own = gpu_entry(stack, cluster.device.id) if why else None
-    if own is not None and cluster.gpus == 1:
-        entry, why = own, ""
-    elif own is not None:  # its kernels are known, its links are not
-        entry = replace(
-            entry, coefficients=entry.coefficients | {k: own.coefficients[k] for k in own.free_time}
-        )
-    if not why and not entry.rows_time:
-        why = f"calibration '{calibration.name}' has kernels and links but no runs"
-        entry = replace(entry, basis="physics")
-    if cluster.device.id.startswith("cpu"):
-        # No CUDA context, no communicator buffers: only tensors count there.
-        entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})
-    return entry, why
-
-
-def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
-    """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
-    were measured; '' where there is none, or runs of this very cluster are known."""
-    measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
-    alike = () if MeasuredAs.of(stack).place(cluster.name) in measured else _alike(cluster)
-    rows = {name: measured.get(MeasuredAs.of(stack).place(name), 0) for name in alike}
-    return max(filter(rows.get, rows), key=lambda name: rows[name], default="")
-
-
-@functools.cache
-def _alike(cluster: Cluster) -> tuple[str, ...]:
-    """Clusters of the catalogue that one outside of it is priced as."""
-    names = catalog.cluster_names()
-    if cluster.name in names or cluster.like == "none":
-        return ()
-    if cluster.like:
-        return (cluster.like,)
-    return tuple(name for name in names if _same_machines(cluster, catalog.cluster(name)))
-
-
-def _same_machines(one: Cluster, other: Cluster) -> bool:
-    """The same GPU, and links of about the same rates as far as the first reaches."""
-    if one.device.id != other.device.id:
-        return False
-    if len(one.links) > 1 and one.host_gpus != other.host_gpus:
-        return False
-    ends = (0,) if len(one.links) == 1 else (0, -1)
-    rates = [one.links[at].bytes_per_s / other.links[at].bytes_per_s for at in ends]
-    return all(1 / ALIKE <= rate <= ALIKE for rate in rates)
-
-
-def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
-    """Rows by choice: of the entry, or of all entries where it is a blend of them; a kind of
-    sharding must be one that the engine itself is run with."""
-    total, dense = dict(entry.counts), calibration.of(experts=False)
-    if not (entry.counts or entry.rows_time):
-        for known in dense:
-            for name, count in known.counts.items():
-                total[name] = total.get(name, 0) + count
-    rules = engine_of(entry.stack).rules.name
-    kin = [e for e in dense if engine_of(e.stack).rules.name == rules]
-    runs = sum(e.rows_time for e in kin)
-    for name in SHARDINGS:
-        count = sum(e.counts.get(name, 0) for e in kin)
-        if runs and rules != "generic" and count < FEW_OF_ENGINE * runs:
-            total[name] = 0
-    return total

@@ -15,8 +15,8 @@ from fourfold.search import advise as sizes
 from fourfold.search.advise import LayerShape, auto_heads, key_heads
 from fourfold.search.advise_experts import expert_advice
 from fourfold.search.compare import compare, shapes_near
-from fourfold.search.query import entry_for, usual_cluster
-from fourfold.search.stack_names import match_stack
+from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, Device, Layout, ModelShape, catalog, check, codec, words
 from fourfold.spec.words import BUNDLES
 from fourfold.units import counted
@@ -188,12 +188,10 @@ def _coefficients(
 ) -> tuple[dict[str, float], str]:
     known = read_calibration(request.calibration)
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
-    stack = "fourfold"
-    if request.stack:
-        stack = match_stack(request.stack, cluster, known, experts=experts)
-    entry, why = entry_for(known, stack, cluster, experts=experts)
-    rows = why or counted(entry.rows_time, "measured row")
-    return entry.coefficients, f"efficiencies of {stack} on {cluster.name} ({rows})"
+    engine = resolve(request.stack or "fourfold", cluster, known, experts=experts)
+    rows = engine.no_rows or counted(engine.entry.rows_time, "measured row")
+    basis = f"efficiencies of {engine.stack} on {cluster.name} ({rows})"
+    return engine.entry.coefficients, basis
 
 
 def _shape(request: AdviseRequest) -> LayerShape:

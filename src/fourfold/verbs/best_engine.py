@@ -13,7 +13,7 @@ from fourfold.cost.ops.op import of_one
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.rates import Rates
-from fourfold.search.query import entry_for
+from fourfold.search.resolve import entry_for
 from fourfold.spec import Cluster
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE

@@ -17,8 +17,9 @@ from fourfold.result.job import Job, Limits
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
-from fourfold.search.query import PlanQuery, entry_for
+from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import rank_layouts
+from fourfold.search.resolve import entry_for
 from fourfold.spec import Batch, Cluster, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.units import counted

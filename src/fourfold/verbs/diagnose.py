@@ -23,8 +23,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
 from fourfold.search.legal import require_legal
-from fourfold.search.query import entry_for
-from fourfold.search.stack_names import match_stack
+from fourfold.search.resolve import entry_for, resolve
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.engine import ENGINES
 from fourfold.spec.layout import AXES
@@ -122,9 +121,9 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
     asked = replace(spec, policy=replace(spec.policy, recompute="none"))
     calibration = calibrations.shipped()
     engine = found.value("engine", "fourfold")
-    stack = match_stack(engine if engine in ENGINES else "fourfold", cluster, calibration)
-    entry, _ = entry_for(calibration, stack, cluster)
-    room = memory(columns_of([asked], cluster=cluster, stack=stack), entry.coefficients)
+    priced = resolve(engine if engine in ENGINES else "fourfold", cluster, calibration)
+    columns = columns_of([asked], cluster=cluster, stack=priced.stack)
+    room = memory(columns, priced.entry.coefficients)
     return float(room.worst_bytes[0]), float(cluster.device.memory_bytes)
 
 

@@ -24,9 +24,9 @@ from fourfold.search.compare import best_of
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not_spec
 from fourfold.search.plan_answer import PlanRow
-from fourfold.search.query import entry_for, usual_cluster, usual_policy
+from fourfold.search.query import usual_cluster, usual_policy
 from fourfold.search.ranking import Ranking
-from fourfold.search.stack_names import match_stack
+from fourfold.search.resolve import resolve
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
 from fourfold.spec.engine import EXPORTS
 from fourfold.spec.policy import Policy
@@ -222,16 +222,15 @@ def support(request: SupportRequest) -> Support:
 
 def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
     known, cluster = calibrations.shipped(), usual_cluster(catalog.device(gpu), _COUNT)
-    stack = match_stack(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
-    entry, _ = entry_for(known, stack, cluster, experts=model.moe is not None)
+    priced = resolve(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
     return SupportRow(
         engine=engine,
         release=EXPORTS[engine].release or "fourfold",
         gpu=cluster.device.id,
-        stack=stack,
-        priced=entry.basis,
-        rows=entry.rows_time,
-        settings=_settings(model, engine, stack),
+        stack=priced.stack,
+        priced=priced.entry.basis,
+        rows=priced.entry.rows_time,
+        settings=_settings(model, engine, priced.stack),
     )
 
 

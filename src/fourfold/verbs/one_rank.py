@@ -32,7 +32,7 @@ from fourfold.result.trace import trace_path
 from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
-from fourfold.search.query import entry_for
+from fourfold.search.resolve import entry_for
 from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.run import AnyRun
 from fourfold.spec.words import SHARDINGS

@@ -44,8 +44,8 @@ from fourfold.search.plan_answer import (
 )
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.search.resolve import listed
 from fourfold.search.routed import routed
-from fourfold.search.stack_names import listed
 from fourfold.spec import Cluster, check
 from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout

@@ -31,8 +31,8 @@ from fourfold.result.report import Prediction
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import anywhere
 from fourfold.search.predict import predict as predict_specs
-from fourfold.search.query import entry_for, usual_cluster
-from fourfold.search.stack_names import full_names, match_stack
+from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import entry_for, match_stack
 from fourfold.spec import Cluster, RunSpec, catalog, codec
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.engine import MeasuredAs
@@ -244,7 +244,7 @@ def _measured_stack(
     asked, size, release = stack.strip(), number(gpus), release.strip()
     try:
         dated = str(MeasuredAs.of(asked).released(release)) if release else asked
-        has_dated = dated.lower() in full_names(known)
+        has_dated = dated.lower() in known.engines
         machine = place or _row_machine(cluster, hardware, int(size) if is_whole(size) else 1)
         name = match_stack(
             dated if has_dated else asked, machine, known, experts=number(experts) > 0

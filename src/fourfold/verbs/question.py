@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,19 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, certain_refusals, why_not
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import OwnRuns, PlanQuery
-from fourfold.search.stack_names import match_stack
+from fourfold.search.resolve import (
+    Resolved,
+    default_stack,
+    evidence_for,
+    match_stack,
+    resolve,
+)
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
 from fourfold.spec.engine import EXPORTS, MeasuredAs, engine_of, release_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
+from fourfold.spec.supported import without_idle_window
 from fourfold.units import counted
 from fourfold.verbs.machine import beyond_source, planned_calibration, planned_cluster
 from fourfold.verbs.requests import PlanRequest
@@ -73,62 +79,63 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
 
 
 def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[int]]:
-    fixed = _fixed(request)
+    layout, named = named_axes(request.layout)
+    policy = codec.decode(Policy, dict(request.policy), "policy")
     cluster, remark = _machines(request, on_event)
     known = planned_calibration(request.calibration, request.profile, cluster)
-    policy = codec.decode(Policy, dict(request.policy), "policy")
     model = catalog.model(request.model) if isinstance(request.model, str) else request.model
     batch = Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp)
-    counts = _divided(request.layout, _gpu_counts(request, cluster), model, batch)
-    if not (request.stack or request.export) and not _is_measured(cluster, known):
-        request = replace(request, stack=_usual_engine(request, model, batch, policy))
-    stack = _stack(request, cluster, known, on_event, experts=model.moe is not None)
-    entry, why = queries.entry_for(known, stack, cluster, experts=model.moe is not None)
+    counts = _divided(layout, named, _gpu_counts(request, cluster), model, batch)
     if model.moe:
         _check_dispatcher(policy, cluster)
-    policy = _with_stack_defaults(request, stack, policy, cluster.dispatchers if model.moe else ())
+    fixed = _fixed(request, layout, named, policy)
+    names = _engines_to_try(request, cluster, known, model, policy, layout, named)
+    asked, engine, policy = _first_that_can(
+        request, names, cluster, known, model, batch, policy, counts[0]
+    )
+    _tell_engine(asked, engine, known, on_event, experts=model.moe is not None)
     query = PlanQuery(
         model=model,
         cluster=cluster,
         gpus=counts[0],
         batch=batch,
         policy=policy,
-        stack=stack,
-        release=_release(request, stack, model, batch, policy),
-        entry=entry,
-        calibration=known.name,
-        no_rows=why,
-        evidence=queries.evidence_for(known, entry),
+        stack=engine.stack,
+        release=release_of(request.export or asked),
+        entry=engine.entry,
+        calibration=engine.calibration,
+        no_rows=engine.no_rows,
+        evidence=evidence_for(known, engine.entry),
         remarks=(remark,) if remark else (),
         fixed=fixed,
         decided=frozenset(request.policy),
-        export_stacks={
-            engine: _exported_stack(engine, stack, cluster, known, model) for engine in EXPORTS
-        },
+        export_stacks=_export_stacks(engine, known, experts=model.moe is not None),
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
         risk=request.risk,
-        like=queries.twin(known, entry.stack, cluster),
-        own_runs=_own_runs(request.measured, cluster, stack) if request.measured else None,
+        like=engine.like,
+        own_runs=_own_runs(request.measured, cluster, engine.stack) if request.measured else None,
         tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
     )
-    for refusal in certain_refusals(model, batch, policy, query.target):
-        raise refusal.error
     return query, counts
 
 
-def _exported_stack(
-    engine: str, stack: str, cluster: Cluster, known: Calibration, model: ModelShape
-) -> str:
-    """Return whose numbers --export has beside this --stack: a stack with the engine's own rules
-    stays, else what the short name of the engine's stands for."""
-    if exports.has_rules_of(engine, stack):
-        return stack
-    short = exports.stack_of(engine)
-    return match_stack(short, cluster, known, experts=model.moe is not None)
+def _export_stacks(engine: Resolved, known: Calibration, *, experts: bool) -> dict[str, str]:
+    """Return whose numbers each --export has beside this engine: its own, where the rules are the
+    same, else what the short name of the export's engine stands for."""
+    short = {
+        name: exports.stack_of(name)
+        for name in EXPORTS
+        if not exports.has_rules_of(name, engine.stack)
+    }
+    measured = {
+        stack: match_stack(stack, engine.cluster, known, experts=experts)
+        for stack in dict.fromkeys(short.values())
+    }
+    return {name: measured[short[name]] if name in short else engine.stack for name in EXPORTS}
 
 
 def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
@@ -156,26 +163,23 @@ def _check_dispatcher(policy: Policy, cluster: Cluster) -> None:
     check.that(has, "policy.dispatcher", kind, rule, hint)
 
 
-def _with_stack_defaults(
-    request: PlanRequest, stack: str, policy: Policy, dispatchers: Sequence[str]
-) -> Policy:
-    return queries.usual_policy(
-        stack,
-        policy,
-        set(request.policy),
-        release=bool(request.export or release_of(request.stack or "")),
-        dispatchers=dispatchers,
-    )
-
-
-def _is_measured(cluster: Cluster, known: Calibration) -> bool:
-    return any(entry.cluster == cluster.name for entry in known.of(experts=False))
-
-
-def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy: Policy) -> str:
-    """The first engine that can run the model and what is decided; ours, where none can."""
-    layout, named = named_axes(request.layout)
+def _engines_to_try(
+    request: PlanRequest,
+    cluster: Cluster,
+    known: Calibration,
+    model: ModelShape,
+    policy: Policy,
+    layout: Layout,
+    named: set[str],
+) -> list[str]:
+    """Return the engine that the request names or its machines imply; where neither does, those
+    whose rules allow the model and what is decided, ours last."""
+    if request.stack or request.export:
+        return [_implied_stack(request)]
+    if any(entry.cluster == cluster.name for entry in known.of(experts=False)):
+        return [default_stack(cluster, known)]
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
+    engines = []
     for engine in EXPORTED[:-1]:
         rules = EXPORTS[engine].rules
         kinds = {"schedule": rules.schedules, "cp_kind": rules.cp_kinds,
@@ -185,12 +189,79 @@ def _usual_engine(request: PlanRequest, model: ModelShape, batch: Batch, policy:
             continue
         if needed - {*rules.axes}:
             continue
-        if any(value not in kinds[name] for name, value in decided.items()):
-            continue
-        with contextlib.suppress(UserError):
-            _release(replace(request, stack=engine), engine, model, batch, policy)
-            return engine
-    return EXPORTED[-1]
+        if all(value in kinds[name] for name, value in decided.items()):
+            engines.append(engine)
+    # Where no release needs settings, what the first one refuses is the answer.
+    return [*engines, EXPORTED[-1]][: 1 if model.moe else None]
+
+
+def _first_that_can(
+    request: PlanRequest,
+    names: list[str],
+    cluster: Cluster,
+    known: Calibration,
+    model: ModelShape,
+    batch: Batch,
+    policy: Policy,
+    gpus: int,
+) -> tuple[str, Resolved, Policy]:
+    """Return the first name whose engine runs this model, batch and policy in some layout, the
+    engine, and the policy with its habits; raises a refusal, where all refuse."""
+    refusals: list[UserError] = []
+    for name in names:
+        engine = resolve(name, cluster, known, experts=model.moe is not None)
+        runner = request.export or release_of(name)
+        own = queries.usual_policy(
+            engine.stack,
+            policy,
+            set(request.policy),
+            release=bool(runner),
+            dispatchers=cluster.dispatchers if model.moe else (),
+        )
+        try:
+            _require_runnable(request, runner, engine, model, batch, own, gpus)
+        except UserError as error:
+            refusals.append(error)
+        else:
+            return name, engine, own
+    # An engine that has no settings for the model says little of what was asked.
+    raise next((one for one in refusals if not one.field.startswith("model")), refusals[0])
+
+
+def _require_runnable(
+    request: PlanRequest,
+    runner: str,
+    engine: Resolved,
+    model: ModelShape,
+    batch: Batch,
+    policy: Policy,
+    gpus: int,
+) -> None:
+    """Raise what an engine refuses in every layout: by the rules of the release that will run it,
+    or because that has no settings for it."""
+    target = Target(
+        stack=engine.stack,
+        release=runner if runner and EXPORTS[runner].export.writer else "",
+        gpus=gpus,
+        device=engine.cluster.device,
+        runs=False,
+    )
+    # Experts are priced for engines whose settings of them are not written.
+    is_written = bool(runner) and (request.export is not None or model.moe is None)
+    if is_written:
+        exports.check(runner, without_idle_window(model, batch.seq_len))
+    for refusal in certain_refusals(model, batch, policy, target):
+        raise refusal.error
+    if is_written:
+        setup = Setup(
+            model=without_idle_window(model, batch.seq_len),
+            layout=Layout(),
+            batch=replace(batch, micro_batch=1),
+            policy=replace(policy, schedule="1f1b", virtual_stages=1),  # one rank has no pipeline
+            host_gpus=1,
+            stack=engine.stack,
+        )
+        exports.check_settings(runner, setup)
 
 
 def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
@@ -225,14 +296,14 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
 
 
 def _divided(
-    layout: str | Mapping[str, Any], counts: list[int], model: ModelShape, batch: Batch
+    asked: Layout, named: set[str], counts: list[int], model: ModelShape, batch: Batch
 ) -> list[int]:
     """The numbers of GPUs that the axes given can make up; none is a mistake in the request."""
-    asked, named = named_axes(layout)
     # What no number of GPUs mends is said first.
-    for one in why_not(model, asked, replace(batch, micro_batch=1), Policy(), Target(runs=False)):
-        if one.reason in ("heads", "expert-dense"):
-            raise one.error
+    plain, cuts = replace(batch, micro_batch=1), ("heads", "expert-dense")
+    if named:
+        for refusal in why_not(model, asked, plain, Policy(), Target(runs=False), only=cuts):
+            raise refusal.error
     if not named & {"dp", "shard", "replicate"}:
         used = asked.pp * asked.cp * asked.tp
         possible = [n for n in counts if n % used == 0]
@@ -262,53 +333,30 @@ def named_axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
     return (Layout.parse(layout) if layout.strip() else Layout()), named
 
 
-def _fixed(request: PlanRequest) -> dict[str, Any]:
+def _fixed(request: PlanRequest, layout: Layout, named: set[str], policy: Policy) -> dict[str, Any]:
     """What is decided: axes, micro batch and searched policy fields."""
-    layout, named = named_axes(request.layout)
     axes = (*MODEL_AXES, *EXPERT_AXES)
     fixed: dict[str, Any] = {ax: getattr(layout, ax) for ax in axes if ax in named}
     if {"dp", "shard", "replicate"} & named:
         fixed |= {"dp": layout.dp, "replicate": layout.replicate}
     if request.micro_batch:
         fixed["micro_batch"] = request.micro_batch
-    policy = codec.decode(Policy, dict(request.policy), "policy")
     if words.is_hybrid(request.policy.get("sharding")) and layout.replicate == 1:
         fixed["replicate"] = "several"
     return fixed | {name: getattr(policy, name) for name in SEARCHED if name in request.policy}
 
 
-def _release(
-    request: PlanRequest, stack: str, model: ModelShape, batch: Batch, policy: Policy
-) -> str:
-    """Whose release will run it: of --export, or of a --stack without a year; refuses a model or a
-    policy that it has no settings for, whatever the layout."""
-    engine = request.export or release_of(request.stack or "")
-    # Experts are priced for engines whose settings of them are not written.
-    if engine and (request.export or model.moe is None):
-        one = replace(batch, micro_batch=1)
-        plain = replace(policy, schedule="1f1b", virtual_stages=1)  # one rank has no pipeline
-        setup = Setup(
-            model=model, layout=Layout(), batch=one, policy=plain, host_gpus=1, stack=stack
-        )
-        exports.check_always(engine, setup)
-    return release_of(engine)
-
-
-def _stack(
-    request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent, *, experts: bool
-) -> str:
-    """Whose engine; what a short name stands for is an event."""
-    asked = _implied_stack(request)
-    if not asked:
-        return queries.default_stack(cluster, known)
-    stack = match_stack(asked, cluster, known, experts=experts)
+def _tell_engine(
+    asked: str, engine: Resolved, known: Calibration, on_event: OnEvent, *, experts: bool
+) -> None:
+    """Tell what a short name stands for, and where that was measured."""
+    stack = engine.stack
     if stack != asked.strip().lower():
         name = str(MeasuredAs.of(stack).with_experts()) if experts else stack
-        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == name and e.rows_time}
-        where = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in rows.items())
+        rows = {e.cluster: e.rows_time for e in known.by_stack.get(name, {}).values()}
+        where = ", ".join(f"{at} ({counted(count, 'run')})" for at, count in rows.items() if count)
         measured = f"measured on {where}" if where else "never measured with experts"
         on_event(Event(f"read as: stack {asked} = {stack}, {measured}"))
-    return stack
 
 
 def _implied_stack(request: PlanRequest) -> str:

@@ -25,7 +25,7 @@ from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
 from fourfold.result.files.store import Store
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.result.report import RunReport
-from fourfold.search.stack_names import match_stack
+from fourfold.search.resolve import match_stack
 from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer

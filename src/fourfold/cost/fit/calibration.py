@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import resources
 from math import exp, sqrt
 from typing import Any, Literal, get_args
@@ -111,7 +113,7 @@ class FittedStack:
         return entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Entries by key. Those of runs with experts learn from all and teach no others."""
 
@@ -122,14 +124,40 @@ class Calibration:
     def __post_init__(self) -> None:
         check.name(name=self.name)
 
-    def of(self, *, experts: bool) -> list[FittedStack]:
-        return [entry for entry in self.entries if MeasuredAs.of(entry.stack).experts == experts]
+    @cached_property
+    def by_stack(self) -> dict[str, dict[str, FittedStack]]:
+        """Entries by the full name of their engine, then by cluster."""
+        entries: dict[str, dict[str, FittedStack]] = {}
+        for entry in self.entries:
+            entries.setdefault(entry.stack, {}).setdefault(entry.cluster, entry)
+        return entries
+
+    @cached_property
+    def engines(self) -> frozenset[str]:
+        """Full names of the engines that were measured, with experts or without."""
+        return frozenset(MeasuredAs.of(name).stack for name in self.by_stack)
+
+    @cached_property
+    def short_engines(self) -> frozenset[str]:
+        """The same names without a year and what follows it."""
+        return frozenset(re.split(r"-20[0-9][0-9]", name)[0] for name in self.engines)
+
+    def of(self, *, experts: bool) -> tuple[FittedStack, ...]:
+        """Return the entries of models with experts, or those of dense models."""
+        return self._split[experts]
+
+    @cached_property
+    def _split(self) -> dict[bool, tuple[FittedStack, ...]]:
+        parts: dict[bool, list[FittedStack]] = {True: [], False: []}
+        for entry in self.entries:
+            parts[MeasuredAs.of(entry.stack).experts].append(entry)
+        return {experts: tuple(entries) for experts, entries in parts.items()}
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
-        for known in self.entries:
-            if known.stack == stack and known.cluster == cluster:
-                return known, ""
+        own = self.by_stack.get(stack, {}).get(cluster)
+        if own is not None:
+            return own, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
         family = MeasuredAs.of(stack).engine
         kin = [entry for entry in self.of(experts=MeasuredAs.of(stack).experts) if entry.rows_time]

@@ -65,6 +65,7 @@ __all__ = [
     "around",
     "check",
     "check_always",
+    "check_settings",
     "engine_named",
     "has_rules_of",
     "is_written",
@@ -105,6 +106,7 @@ def has_rules_of(engine: str, stack: str | None) -> bool:
 
 
 def check(engine: str, model: ModelShape) -> None:
+    """Refuse a model that an engine has no settings for."""
     entry = _entry(engine)
     if entry.export.writer:
         _writer(entry).check(model, entry)
@@ -112,13 +114,19 @@ def check(engine: str, model: ModelShape) -> None:
 
 def check_always(engine: str, setup: Setup) -> None:
     """Refuse what an engine has no settings for in any layout: a model, a batch or a policy."""
-    entry, model = _entry(engine), without_idle_window(setup.model, setup.batch.seq_len)
-    check(engine, model)
-    target = Target(stack=setup.stack, release=engine if entry.export.writer else "")
-    for refusal in certain_refusals(model, setup.batch, setup.policy, target):
+    setup = replace(setup, model=without_idle_window(setup.model, setup.batch.seq_len))
+    check(engine, setup.model)
+    target = Target(stack=setup.stack, release=engine if _entry(engine).export.writer else "")
+    for refusal in certain_refusals(setup.model, setup.batch, setup.policy, target):
         raise refusal.error
-    if entry.export.writer:
-        _settings(entry, replace(setup, model=model))
+    check_settings(engine, setup)
+
+
+def check_settings(engine: str, setup: Setup) -> None:
+    """Refuse what the engine's settings have no words for, of a model that they have words for and
+    in a setup that breaks none of its rules."""
+    if _entry(engine).export.writer:
+        _settings(_entry(engine), setup)
 
 
 def write(engine: str, setup: Setup) -> str:

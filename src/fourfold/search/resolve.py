@@ -1,0 +1,207 @@
+"""Which engine a name stands for on a machine, and whose coefficients price it there: resolved once
+for every question, however the engine is spelt."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.cost.fit.calibration import Calibration, FittedStack, gpu_entry
+from fourfold.errors import UserError, nearest
+from fourfold.spec import catalog
+from fourfold.spec.catalog import generation_of
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import ENGINES, EXPORTS, MeasuredAs, engine_of, spelt
+from fourfold.spec.words import SHARDING, SHARDINGS
+
+ALIKE = 1.1  # rates of links within 10%
+# Of an engine's measured runs: what fewer have is no habit of it (Megatron's FSDP: 2 of 381).
+FEW_OF_ENGINE = 0.01
+_YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """An engine on a machine, by its full name, and the coefficients that price it there."""
+
+    stack: str
+    cluster: Cluster
+    calibration: str
+    entry: FittedStack
+    no_rows: str  # why the coefficients are not measured here; "" where they are
+    like: str  # the measured cluster that this one is priced as; "" where it has runs of its own
+
+
+def resolve(
+    stack: str, cluster: Cluster, calibration: Calibration, *, experts: bool = False
+) -> Resolved:
+    """Return the engine that a name stands for on a cluster, with its coefficients; those of models
+    with `experts`, or of others. Raises UserError for a name that stands for no engine."""
+    name = match_stack(stack, cluster, calibration, experts=experts)
+    entry, no_rows = entry_for(calibration, name, cluster, experts=experts)
+    return Resolved(
+        stack=name,
+        cluster=cluster,
+        calibration=calibration.name,
+        entry=entry,
+        no_rows=no_rows,
+        like=twin(calibration, entry.stack, cluster),
+    )
+
+
+def default_stack(cluster: Cluster, calibration: Calibration) -> str:
+    """Return the engine with most measured runs on the cluster, else `generic`."""
+    local = [entry for entry in calibration.of(experts=False) if entry.cluster == cluster.name]
+    if not local:
+        return "generic"
+    return max(local, key=lambda entry: (entry.rows_time, entry.stack)).stack
+
+
+def match_stack(
+    stack: str, cluster: Cluster | None, calibration: Calibration, *, experts: bool = False
+) -> str:
+    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+    generation of GPU, the newest; for a model with `experts` one that was measured with some. A
+    full name stays as it is; a name nobody knows is refused."""
+    stack = require_known(stack, calibration)
+    if stack in calibration.by_stack:
+        return stack
+    dated = f"{stack}-"
+    dense = calibration.of(experts=False)
+    named = [entry for entry in dense if entry.rows_time and entry.stack.startswith(dated)]
+    if experts:
+        routed = [entry for entry in calibration.of(experts=True) if entry.rows_time]
+        engines = {MeasuredAs.of(entry.stack).engine for entry in routed}
+        named = [entry for entry in named if MeasuredAs.of(entry.stack).engine in engines] or named
+        named = named or [entry for entry in routed if entry.stack.startswith(dated)]
+    if not named:
+        return stack
+    generation = generation_of(cluster.device) if cluster else ""
+    names = {entry.stack for entry in named}
+    years = {name: MeasuredAs.of(name).year or 0 for name in names}
+    local = {(name, cluster.name) for name in names} if cluster else set()
+    local |= {(name, twin(calibration, name, cluster)) for name in names} if cluster else set()
+
+    def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
+        is_local = (entry.stack, entry.cluster) in local
+        is_alike = entry.generation == generation
+        return is_local, is_alike, 0 if is_local else years[entry.stack], entry.rows_time
+
+    return MeasuredAs.of(max(named, key=says).stack).stack
+
+
+def require_known(stack: str, calibration: Calibration) -> str:
+    """The name in lower case, once it is one: it changes the rules and the seconds."""
+    name = stack.strip().lower()
+    short = calibration.short_engines | ENGINES.keys()
+    measured = {name.lower(): name for name in calibration.engines}
+    if name in measured:
+        return measured[name]
+    for spelling in (spelt(name), name):
+        if spelling in measured or spelling in short or _YEAR.sub("", spelling) in short:
+            return measured.get(spelling, spelling)
+    hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
+    if (sharding := SHARDING.get(name)) is not None:
+        hint = f"it is a sharding: --sharding {sharding}, with --stack torchtitan or accelerate"
+    if name in EXPORTS:
+        hint = f"it is a release that settings are written for: --export {name}, without --stack"
+    raise UserError("unknown stack", field="stack", value=stack, hint=hint)
+
+
+def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Every name: whose rules it has, what it stands for, and on what it was measured."""
+    rows = []
+    for name in sorted(calibration.engines | calibration.short_engines | ENGINES.keys()):
+        stands_for = match_stack(name, cluster, calibration)
+        dense, routed = (
+            {e.cluster: e.rows_time for e in calibration.by_stack.get(stack, {}).values()}
+            for stack in (stands_for, str(MeasuredAs.of(stands_for).with_experts()))
+        )
+        rows.append(
+            {
+                "stack": name,
+                "stands_for": stands_for,
+                "rules": engine_of(name).rules.name,
+                "measured": dense,
+                "with_experts": routed,
+            }
+        )
+    return rows
+
+
+def entry_for(
+    calibration: Calibration, stack: str, cluster: Cluster, *, experts: bool = False
+) -> tuple[FittedStack, str]:
+    """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
+    model with `experts` or of others."""
+    stack = str(MeasuredAs.of(stack).with_experts()) if experts else stack
+    like = twin(calibration, stack, cluster) or cluster.name
+    generation = generation_of(cluster.device)
+    entry, why = calibration.entry(stack, MeasuredAs.of(stack).place(like), generation)
+    if like != cluster.name and not why:
+        entry = replace(entry, basis="near")
+    own = gpu_entry(stack, cluster.device.id) if why else None
+    if own is not None and cluster.gpus == 1:
+        entry, why = own, ""
+    elif own is not None:  # its kernels are known, its links are not
+        entry = replace(
+            entry, coefficients=entry.coefficients | {k: own.coefficients[k] for k in own.free_time}
+        )
+    if not why and not entry.rows_time:
+        why = f"calibration '{calibration.name}' has kernels and links but no runs"
+        entry = replace(entry, basis="physics")
+    if cluster.device.id.startswith("cpu"):
+        # No CUDA context, no communicator buffers: only tensors count there.
+        entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})
+    return entry, why
+
+
+def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
+    """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
+    were measured; '' where there is none, or runs of this very cluster are known."""
+    measured = {e.cluster: e.rows_time for e in calibration.by_stack.get(stack, {}).values()}
+    alike = () if MeasuredAs.of(stack).place(cluster.name) in measured else _alike(cluster)
+    rows = {name: measured.get(MeasuredAs.of(stack).place(name), 0) for name in alike}
+    return max(filter(rows.get, rows), key=lambda name: rows[name], default="")
+
+
+@functools.cache
+def _alike(cluster: Cluster) -> tuple[str, ...]:
+    """Clusters of the catalogue that one outside of it is priced as."""
+    names = catalog.cluster_names()
+    if cluster.name in names or cluster.like == "none":
+        return ()
+    if cluster.like:
+        return (cluster.like,)
+    return tuple(name for name in names if _same_machines(cluster, catalog.cluster(name)))
+
+
+def _same_machines(one: Cluster, other: Cluster) -> bool:
+    """The same GPU, and links of about the same rates as far as the first reaches."""
+    if one.device.id != other.device.id:
+        return False
+    if len(one.links) > 1 and one.host_gpus != other.host_gpus:
+        return False
+    ends = (0,) if len(one.links) == 1 else (0, -1)
+    rates = [one.links[at].bytes_per_s / other.links[at].bytes_per_s for at in ends]
+    return all(1 / ALIKE <= rate <= ALIKE for rate in rates)
+
+
+def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
+    """Rows by choice: of the entry, or of all entries where it is a blend of them; a kind of
+    sharding must be one that the engine itself is run with."""
+    total, dense = dict(entry.counts), calibration.of(experts=False)
+    if not (entry.counts or entry.rows_time):
+        for known in dense:
+            for name, count in known.counts.items():
+                total[name] = total.get(name, 0) + count
+    rules = engine_of(entry.stack).rules.name
+    kin = [e for e in dense if engine_of(e.stack).rules.name == rules]
+    runs = sum(e.rows_time for e in kin)
+    for name in SHARDINGS:
+        count = sum(e.counts.get(name, 0) for e in kin)
+        if runs and rules != "generic" and count < FEW_OF_ENGINE * runs:
+            total[name] = 0
+    return total
