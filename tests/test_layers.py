@@ -26,7 +26,7 @@ ALLOWED = {
     "logs": COST | {"logs"},
     "conformance": SPEC | {"conformance"},
     # Nobody imports an engine: each is found by its folder (spec/engine.py).
-    "engines": COST | {"logs", "conformance", "engines"},
+    "engines": COST | {"search", "logs", "conformance", "engines"},
     "traces": COST | {"traces"},
     "verbs": COST | {"search", "launch", "tables", "logs", "conformance", "traces", "verbs"},
     "page": COST

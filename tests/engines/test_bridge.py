@@ -8,6 +8,7 @@ stand-in says nothing: which do is listed here, and the options they guard are n
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from fourfold.engines.megatron import export as megatron
 from fourfold.search import export
-from fourfold.search.export import megatron
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.engine import EXPORTS
+from fourfold.spec.engine import EXPORTS, FOLDER
 from fourfold.spec.hf.written import config_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -28,7 +29,7 @@ from fourfold.spec.policy import Policy
 from tests.engines.sampled import asked, sampled
 
 SAMPLES = Path(__file__).parent.parent / "samples" / "configs"
-TABLES = catalog.data("megatron-bridge.toml")
+TABLES = catalog.data(os.path.join(FOLDER, "megatron_bridge", "recipes.toml"))
 RECIPES, FIELDS = TABLES["recipes"], TABLES["fields"]
 # The published file of a model of the same kind, where ours can't be written from sizes.
 LIKE = {"glm-4.5": "glm-4.5-air", "gpt-oss-120b": "gpt-oss-20b"}

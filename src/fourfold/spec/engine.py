@@ -148,7 +148,8 @@ class SettingsExport:
     """How settings are written for an engine."""
 
     predicted_as: str = ""  # the engine whose numbers are the exported run's
-    writer: str = ""  # the module that writes them; '': ours, which takes the run's own file
+    # The module of its folder that writes them; '': ours, which takes the run's own file.
+    writer: str = ""
     package: str = ""  # its distribution's name
     title: str = ""  # what people call it, where that is not its name
     before: str = ""  # the newer release, which comes first where both can run a layout
@@ -185,6 +186,7 @@ class Engine:
     """A training engine by one of its names."""
 
     name: str
+    folder: str  # of `engines`
     rules: EngineRules
     habits: EngineHabits
     release: str = ""  # that settings are written for; '': an engine as it was measured
@@ -207,6 +209,11 @@ def tables_of(file: str) -> dict[str, dict[str, Any]]:
     """Return the tables of one file of every engine's folder that has it, by the folder's name."""
     paths = ((name, os.path.join(FOLDER, name, file)) for name in sorted(os.listdir(FOLDER)))
     return {name.replace("_", "-"): data(path) for name, path in paths if os.path.isfile(path)}
+
+
+def _folder_of(name: str) -> str:
+    """Return the folder of a name of `tables_of`: a Python package has no dashes."""
+    return name.replace("-", "_")
 
 
 GENERIC = "generic"  # no engine in particular
@@ -257,6 +264,7 @@ def _engine(name: str) -> Engine:
     habits, dated = _habits_of(name), table.get("dated", {})
     return Engine(
         name=name,
+        folder=_folder_of(folder),
         rules=_rules(folder),
         habits=habits,
         reader=READERS.get(folder, ""),
@@ -272,6 +280,7 @@ def _exported(folder: str, name: str, table: Mapping[str, Any]) -> Engine:
     return replace(
         ENGINES[export.predicted_as],
         name=name,
+        folder=_folder_of(folder),
         release=table.get("release", ""),
         rules=_changed(_rules(folder), table.get("rules", {}), name),
         export=export,
@@ -281,14 +290,12 @@ def _exported(folder: str, name: str, table: Mapping[str, Any]) -> Engine:
 
 # Readers of logs, by their engine.
 READERS: dict[str, str] = {
-    name: f"{name.replace('-', '_')}.{own['reader']}"
-    for name, own in _TABLES.items()
-    if "reader" in own
+    name: f"{_folder_of(name)}.{own['reader']}" for name, own in _TABLES.items() if "reader" in own
 }
 # By the engine's distribution: its adapter, and the folder that it is in.
 ADAPTERS: dict[str, tuple[str, EngineAdapter]] = {
     own["adapter"]["package"]: (
-        os.path.join(FOLDER, name.replace("-", "_")),
+        os.path.join(FOLDER, _folder_of(name)),
         codec.decode(EngineAdapter, own["adapter"], name),
     )
     for name, own in _TABLES.items()
@@ -296,7 +303,7 @@ ADAPTERS: dict[str, tuple[str, EngineAdapter]] = {
 }
 # Files with the command that `bench --engine` starts, by the engine whose settings it takes.
 TEMPLATES: dict[str, str] = {
-    own["export"]: os.path.join(FOLDER, name.replace("-", "_"), "bench.toml")
+    own["export"]: os.path.join(FOLDER, _folder_of(name), "bench.toml")
     for name, own in tables_of("bench.toml").items()
 }
 # By name, without a date; the longest name that another begins with counts.

@@ -8,6 +8,7 @@ Jobs of a cloud around any export: a SkyPilot task, a Kubeflow TrainJob.
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import replace
 from textwrap import indent
 from typing import Any
@@ -47,7 +48,7 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
             f"cat >run.toml <<'END_OF_RUN'\n{script}END_OF_RUN\nfourfold bench --spec run.toml\n"
         )
     name, depth = AROUND[kind]
-    known = catalog.data("skypilot.toml")
+    known = catalog.data("jobs/skypilot.toml")
     values = {
         "engine": engine.replace(".", "-"),
         "hosts": setup.hosts,
@@ -56,7 +57,9 @@ def around(kind: str, engine: str, setup: Setup, script: str) -> dict[str, str]:
         "resource": f"{'amd' if setup.device.startswith('mi') else 'nvidia'}.com/gpu",
         "script": indent(script.rstrip("\n"), " " * depth, lambda line: bool(line.strip())),
     }
-    return {name: filled(f"{name}.txt", EXPORTS[engine], values)}
+    return {
+        name: filled(os.path.join(catalog.DATA, "jobs", f"{name}.txt"), EXPORTS[engine], values)
+    }
 
 
 __all__ = [
@@ -217,7 +220,7 @@ def _settings(engine: Engine, setup: Setup) -> Package:
 
 
 def _writer(engine: Engine) -> Any:
-    return importlib.import_module(f"{__name__}.{engine.export.writer}")
+    return importlib.import_module(f"fourfold.engines.{engine.folder}.{engine.export.writer}")
 
 
 def _entry(engine: str) -> Engine:

@@ -6,6 +6,7 @@ run.sh puts them together.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -19,7 +20,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.plan_answer import Choice
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.engine import Engine, EngineHabits, engine_of
+from fourfold.spec.engine import FOLDER, Engine, EngineHabits, engine_of
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
@@ -141,8 +142,8 @@ class Package:
 
 
 def filled(name: str, engine: Engine, values: Mapping[str, object]) -> str:
-    """A file for an engine, of its template in data/engines."""
-    text = Template(catalog.text(f"engines/{name}"))
+    """A file for an engine, of the template of this name in its folder, or at this path."""
+    text = Template(catalog.text(os.path.join(FOLDER, engine.folder, name)))
     return text.substitute(values, mark=MARK, release=engine.release)
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.search.export.setup import Package, Setup, filled, no_setting
-from fourfold.search.export.torchtitan_model import (
+from fourfold.engines.torchtitan.export_model import (
     about,
     arguments,
     arguments_02,
@@ -15,6 +14,7 @@ from fourfold.search.export.torchtitan_model import (
     check,
     parts,
 )
+from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec.engine import Engine
 from fourfold.spec.policy import Policy
 
@@ -123,7 +123,7 @@ def _config(setup: Setup, engine: Engine) -> str:
         "compile": arguments(compiled, 3),
         "debug": "        debug=DebugConfig(moe_force_load_balance=True),\n" if forced else "",
     }
-    return filled("torchtitan-config.py.txt", engine, {**parts(setup, engine), **values})
+    return filled("config.py.txt", engine, {**parts(setup, engine), **values})
 
 
 def _converted(policy: Policy) -> str:
@@ -151,9 +151,9 @@ def _flags_package(setup: Setup, engine: Engine) -> Package:
         env=setup.env,
         engine_args=tuple(words),
         files={
-            "fourfold_model.py": filled("torchtitan-model.py.txt", engine, arguments_02(setup)),
+            "fourfold_model.py": filled("model.py.txt", engine, arguments_02(setup)),
             # For benchmarks: its packages come without a dataset and a tokenizer.
-            "fourfold_random.py": filled("torchtitan-random.py.txt", engine, {}),
+            "fourfold_random.py": filled("random.py.txt", engine, {}),
         },
         python_path=True,
         own=f"{_OWN} (as arguments of run.sh)",

@@ -178,7 +178,7 @@ def _attention(setup: Setup, engine: Engine, values: dict[str, object]) -> str:
     values = {**values, "rope_fields": arguments(_rope(setup), 3)}
     if latent is None:
         norm = f"norm({model.head_size})" if model.qk_norm == "head" else "None"
-        return filled("torchtitan-attention.py.txt", engine, {**values, "qk_norm": norm})
+        return filled("attention.py.txt", engine, {**values, "qk_norm": norm})
     wide = model.attention_width
     products = {"wq": ("HIDDEN", wide)}
     if latent.q_rank:
@@ -193,7 +193,7 @@ def _attention(setup: Setup, engine: Engine, values: dict[str, object]) -> str:
         "q_norm": latent.q_rank or 1,
         "queries": "".join(lines),
     }
-    return filled("torchtitan-latent.py.txt", engine, {**values, **more})
+    return filled("latent.py.txt", engine, {**values, **more})
 
 
 def _experts(setup: Setup, engine: Engine) -> dict[str, object]:
@@ -218,7 +218,7 @@ def _experts(setup: Setup, engine: Engine) -> dict[str, object]:
     first = next(layer for layer, kind in kinds if kind.feed_forward == "experts")
     layers = range(first, model.layers, moe.every)
     return {
-        "experts": filled("torchtitan-experts.py.txt", engine, values),
+        "experts": filled("experts.py.txt", engine, values),
         "routed": f'    if number in {layers!r}:\n        return {{"moe": experts(deep)}}\n',
         "hook": hook if _bias_rate(moe) else None,
         "optimizer_imports": f"default_adamw, {hook}" if _bias_rate(moe) else "default_adamw",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import fields, replace
 from typing import Any
 
-from fourfold.search.export import megatron
+from fourfold.engines.megatron import export as megatron
 from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec import catalog
 from fourfold.spec.engine import Engine
@@ -19,7 +20,7 @@ _LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-modules")
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    return catalog.data("megatron-bridge.toml")
+    return catalog.data(os.path.join(os.path.dirname(__file__), "recipes.toml"))
 
 
 def check(model: ModelShape, engine: Engine) -> None:
@@ -55,7 +56,7 @@ def package(setup: Setup, engine: Engine) -> Package:
         entry='"$here/pretrain.py"',
         env=plain.env,
         engine_args=overrides(plain.engine_args, setup.policy.virtual_stages),
-        files={"pretrain.py": filled("megatron-bridge.py.txt", engine, values)},
+        files={"pretrain.py": filled("pretrain.py.txt", engine, values)},
         own="tokenizer, data, learning rate, steps, checkpoints (as overrides after run.sh)",
         about=plain.about,
     )
