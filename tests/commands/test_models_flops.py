@@ -63,6 +63,17 @@ def test_one_table_of_all_engines() -> None:
     assert by["megatron", "b200"].settings == "yes"
 
 
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "llama4-scout"])
+def test_every_engine_that_has_no_settings_says_what_it_lacks(model: str) -> None:
+    found = fourfold.support(SupportRequest(model=model, gpu="h100-80gb"))
+    said = {line.engine: line.settings for line in found.lines}
+    lacks = "clipped and shifted SwiGLU" if model == "gpt-oss-120b" else "chunked attention"
+    assert {text for text in said.values() if lacks not in text} == {"yes"}
+    written = {"megatron", "megatron-bridge"} if model == "gpt-oss-120b" else set()
+    written |= {"accelerate", "deepspeed"}
+    assert {engine for engine, text in said.items() if text == "yes"} == written
+
+
 def test_one_line_of_one_question() -> None:
     (line,) = fourfold.support(SupportRequest(model="mpt-7b", engine="deepspeed", gpu="h200")).lines
     assert (line.engine, line.gpu) == ("deepspeed", "h200")

@@ -12,7 +12,6 @@ that asks a stand-in decides nothing, so it is named in the answer.
 from __future__ import annotations
 
 import abc
-import enum
 import importlib.abc
 import importlib.machinery
 import logging
@@ -91,7 +90,7 @@ sys.meta_path.insert(0, Standin())
 import torch  # noqa: E402
 from megatron.core import utils  # noqa: E402
 from packaging.version import Version  # noqa: E402
-from telling import tell  # noqa: E402
+from telling import plain, tell, whole  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 
@@ -161,25 +160,19 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         os.environ.clear()
         os.environ.update(known)
     said = {name: plain(value(config, name)) for name in case["names"]}
-    data_parallel = config.data_parallel_size
-    return {"said": said, "asked": sorted(ASKED), "dp": data_parallel, "models": models}
+    return {
+        "said": said,
+        "whole": whole(model=config.model, ddp=config.ddp, optimizer=config.optimizer),
+        "asked": sorted(ASKED),
+        "dp": config.data_parallel_size,
+        "models": models,
+    }
 
 
 def value(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return getattr(value, "__name__", None) or str(value)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Reads [{"args": [...], "env": {...}, "world": 64, "device": "b200"}] from standa
 goes through parse_args, validate_args, TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig as Megatron's own training calls them. What is
 missing here is supplied by the stand-ins below. Every answer lists what they were asked; with
---options also which exported options raise each question, by leaving out one after another.
+--options also which exported options raise each question, by leaving out one after another; with
+--whole every field of its configurations instead.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from megatron.training.training import (  # noqa: E402
 )
 from megatron_read import experts, groups, parameters, stages  # noqa: E402
 from packaging.version import Version  # noqa: E402
+from telling import whole  # noqa: E402
 
 # Kernels of Transformer Engine whose names must be there.
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
@@ -126,8 +128,9 @@ def _started(args: list[str], env: dict[str, str], world: int) -> Iterator[None]
         sys.argv = words
 
 
-def validated(case: dict[str, Any], args: list[str]) -> tuple[Any, Any, Any]:
-    """Return Megatron's namespace, and what it builds of it: (args, transformer, data parallel)."""
+def validated(case: dict[str, Any], args: list[str]) -> tuple[Any, Any, Any, Any]:
+    """Return Megatron's namespace, and what it builds of it: (args, transformer, data parallel,
+    optimizer)."""
     asked.clear()
     capability[:] = CAPABILITIES[case["device"].partition("-")[0]]
     with _started(args, case["env"], case["world"]):
@@ -135,12 +138,12 @@ def validated(case: dict[str, Any], args: list[str]) -> tuple[Any, Any, Any]:
         arguments.validate_args(found, {"tokenizer_type": "GPT2BPETokenizer"})
         config = arguments.core_transformer_config_from_args(found)
         ddp = get_megatron_ddp_config(found)
-        get_megatron_optimizer_config(found)
-    return found, config, ddp
+        optimizer, _ = get_megatron_optimizer_config(found)
+    return found, config, ddp, optimizer
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
-    found, config, ddp = validated(case, case["args"])
+    found, config, ddp, _ = validated(case, case["args"])
     about = dict(asked)
     groups(1)
     dp, ramp = found.data_parallel_size, found.rampup_batch_size
@@ -161,6 +164,12 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         "values": values(found, config),
         "asked": about,
     }  # fmt: skip
+
+
+def configured(case: dict[str, Any]) -> dict[str, Any]:
+    """Return every field of the configurations that it builds, without the model."""
+    _, config, ddp, optimizer = validated(case, case["args"])
+    return {"whole": whole(model=config, ddp=ddp, optimizer=optimizer)}
 
 
 def values(found: Any, config: Any) -> dict[str, Any]:
@@ -215,9 +224,10 @@ def reuse_parser() -> None:
 def main() -> None:
     asks: dict[str, tuple[str, dict[str, Any]]] = {}
     answers = []
+    reader = configured if "--whole" in sys.argv else answer
     for case in json.load(sys.stdin):
         try:
-            answers.append(answer(case))
+            answers.append(reader(case))
         except BaseException as error:  # its parser exits
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}:{where.lineno}"

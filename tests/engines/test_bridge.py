@@ -59,6 +59,62 @@ LEFT_TO_TE = {
     "transformer_config.__post_init__ 1.11.0": "experts in 8 bits, grouped",
     "transformer_config.__post_init__ 2.6.0.dev0": "norms and activations computed again in 8 bits",
 }
+# Of a final configuration, what need not be Megatron-LM's of the same plan, by the reason.
+FREE = {
+    name: reason
+    for reason, names in {
+        "of the training, the recipe's": (
+            "optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.adam_beta2",
+            "model.init_method_std", "model.embedding_init_method_std",
+            "model.mtp_loss_scaling_factor", "model.calculate_per_token_loss",
+            "ddp.average_in_collective", "ddp.check_for_nan_in_grad",
+        ),
+        "how it sends and sorts, as in the recipes behind the seconds": (
+            "model.moe_router_fusion", "model.batch_p2p_comm",
+            "model.high_priority_a2a_comm_stream",
+            "model.moe_flex_dispatcher_num_sms", "model.moe_hybridep_num_sms",
+            "ddp.align_param_gather", "ddp.bucket_size",
+        ),
+        "of its mixture in 8 bits, of the same width": (
+            "model.fp8_amax_compute_algo", "model.fp8_amax_history_len",
+        ),
+        "unset, which is Megatron-LM's default": (
+            "model.attention_backend", "ddp.delay_wgrad_compute", "model.wgrad_deferral_limit",
+            "model.tensor_parallel_num_weight_shards",
+            "model.expert_tensor_parallel_num_weight_shards",
+        ),
+        "not of a step": (
+            "model.inference_sampling_seed", "model.use_cpu_initialization",
+            "optimizer.barrier_with_L1_time", "model.use_te_rng_tracker",
+        ),
+        "an older name": ("ddp.use_custom_fsdp",),
+    }.items()
+    for name in names
+}  # fmt: skip
+# Not read where another field has one of these values.
+IDLE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "model.fp8": ("model.fp8_recipe", ("mxfp8",)),  # e4m3 both ways
+    "model.fp8_recipe": ("model.fp8", (None,)),
+    "optimizer.fp8_recipe": ("model.fp8", (None,)),
+    "model.num_layers_at_start_in_bf16": ("model.first_last_layers_bf16", (False,)),
+    "model.num_layers_at_end_in_bf16": ("model.first_last_layers_bf16", (False,)),
+    "model.cp_comm_type": ("model.context_parallel_size", (1,)),
+    "model.moe_flex_dispatcher_backend": ("model.moe_token_dispatcher_type",
+                                          ("alltoall", "allgather")),
+    "model.moe_router_pre_softmax": ("model.moe_router_score_function", ("sigmoid",)),
+    "model.kv_channels": ("model.multi_latent_attention", (True,)),
+    "model.add_qkv_bias": ("model.add_bias_linear", (True,)),
+    "ddp.data_parallel_sharding_strategy": ("ddp.use_megatron_fsdp", (False,)),
+    "optimizer.optimizer_offload_fraction": ("optimizer.optimizer_cpu_offload", (False,)),
+    "optimizer.muon_momentum": ("optimizer.optimizer", ("adam",)),
+    "optimizer.muon_nesterov": ("optimizer.optimizer", ("adam",)),
+}  # fmt: skip
+# Values that say the same.
+SAME: dict[str, tuple[Any, ...]] = {
+    "model.moe_router_num_groups": (None, 1),
+    "model.moe_router_group_topk": (None, 1),
+    "model.moe_router_topk_scaling_factor": (None, 1.0),
+}
 
 
 # Beside what is drawn: model, layout, policy.
@@ -177,6 +233,30 @@ def differing(want: dict[str, str], said: dict[str, Any]) -> dict[str, tuple[str
     return found
 
 
+def unlike(flags: dict[str, Any], recipe: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields of its final configuration that are not Megatron-LM's of the same plan."""
+    found = {}
+    for name in flags.keys() & recipe.keys():
+        other, values = IDLE.get(name, ("", ()))
+        is_idle = bool(other) and flags[other] in values and recipe[other] in values
+        same = SAME.get(name, ())
+        is_same = flags[name] == recipe[name] or (flags[name] in same and recipe[name] in same)
+        if name not in FREE and not is_idle and not is_same:
+            found[name] = (flags[name], recipe[name])
+    return found
+
+
+def of_megatron(setups: list[Setup], folder: Path) -> list[dict[str, Any]]:
+    """What Megatron-LM of the same core makes of its own flags of each."""
+    folder.mkdir()
+    cases = []
+    for one in setups:
+        made = megatron.package(one, EXPORTS["megatron"])
+        cases.append({"args": [*made.engine_args], "env": made.env, "world": one.layout.world,
+                      "device": one.device})  # fmt: skip
+    return asked("megatron", cases, folder, "--whole")
+
+
 def words_of(one: Setup) -> str:
     policy = codec.encode(one.policy, sparse=True)
     return f"{one.model.name} {one.layout} mbs {one.batch.micro_batch} {policy}"
@@ -187,14 +267,16 @@ def compare(setups: list[Setup], folder: Path) -> set[str]:
     Transformer Engine."""
     cases = [case(one, folder / str(place)) for place, one in enumerate(setups)]
     wrong, left = [], set()
-    for one, made, answer in zip(
-        setups, cases, asked("megatron-bridge", cases, folder), strict=True
+    plain = of_megatron(setups, folder / "flags")
+    for one, made, answer, flags in zip(
+        setups, cases, asked("megatron-bridge", cases, folder), plain, strict=True
     ):
         if "error" in answer:
             wrong.append((words_of(one), answer["error"]))
             continue
         left |= set(answer["asked"])
         odd = differing(wanted(one, made["args"]), answer["said"])
+        odd |= unlike(flags["whole"], answer["whole"])
         if odd or answer["dp"] != one.layout.dp:
             wrong.append((words_of(one), odd))
     assert not wrong, f"{len(wrong)} of {len(setups)}: " + "\n".join(map(str, wrong))

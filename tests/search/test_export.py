@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tomllib
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 
 import fourfold
 from fourfold import PlanRequest, plan
+from fourfold.engines.megatron import export as megatron
+from fourfold.engines.megatron_bridge import export as megatron_bridge
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
@@ -111,6 +114,24 @@ def test_every_exported_name_is_megatrons_own() -> None:
                 assert name in FLAGS["values"]
                 assert len(values) == 1 or (values and name in FLAGS["many"])
             assert set(values) <= set(FLAGS["choices"].get(name, values))
+
+
+def test_bridge_refuses_a_flag_of_megatron_without_a_field_of_its_own() -> None:
+    with pytest.raises(UserError, match=r"--no-such-flag 3 is not supported by megatron-bridge"):
+        megatron_bridge.overrides(("--micro-batch-size", "2", "--no-such-flag", "3"))
+
+
+def test_bridge_has_a_place_for_every_flag_that_megatron_is_given() -> None:
+    """A field of its container, or its recipe; never both, never none."""
+    tables = tomllib.loads(Path(megatron_bridge.__file__).with_name("recipes.toml").read_text())
+    unsaid = [flag for flags in tables["unsaid"].values() for flag in flags]
+    assert len(unsaid) == len({*unsaid})
+    assert not {*unsaid} & {*tables["fields"]}
+    found = set()
+    for source in Path(megatron.__file__).parent.glob("export*.py"):
+        found |= set(re.findall(r'"(--[a-z][\w-]*\w)"', source.read_text()))
+    assert len(found) > 100
+    assert found <= {*unsaid, *tables["fields"]}
 
 
 def for_shell(engine: str, layout: str, value: str) -> Setup:

@@ -69,4 +69,5 @@ def _scaling_flags(model: ModelShape) -> Flags:
         "--yarn-beta-fast": scaling.beta_fast,
         "--yarn-beta-slow": scaling.beta_slow,
         f"--{rounded}yarn-correction-range-round-to-int": None,
+        "--no-rope-fusion": None,  # which it turns off itself
     }

@@ -24,12 +24,12 @@ def _tables() -> dict[str, Any]:
 
 
 def check(model: ModelShape, engine: Engine) -> None:
+    megatron.check(model, engine)  # what its core has no settings for, no recipe builds
     recipes = _tables()["recipes"]
     if model.name not in recipes:
         hint = f"{', '.join(recipes)} (it has recipes of these), or --export megatron"
         raise no_setting(engine.name, "model", model.name, hint)
     _check_sizes(model, engine)
-    megatron.check(model, engine)
 
 
 def _check_sizes(model: ModelShape, engine: Engine) -> None:
@@ -63,7 +63,8 @@ def package(setup: Setup, engine: Engine) -> Package:
 
 
 def overrides(flags: tuple[str, ...], virtual_stages: int = 1) -> tuple[str, ...]:
-    """'--micro-batch-size 2' -> 'train.micro_batch_size=2'. Sizes of the model are the recipe's."""
+    """'--micro-batch-size 2' -> 'train.micro_batch_size=2'. Sizes of the model are the recipe's; a
+    flag without a field of its container is refused."""
     said: dict[str, list[str]] = {}
     if virtual_stages > 1:  # its checks of overlap want them beside a layout of stages, too
         said["--num-virtual-stages-per-pipeline-rank"] = [str(virtual_stages)]
@@ -75,10 +76,15 @@ def overrides(flags: tuple[str, ...], virtual_stages: int = 1) -> tuple[str, ...
             values.append(word)
     tables = _tables()
     found: dict[str, str] = dict(tables["otherwise"])
+    if "--multi-latent-attention" in said:
+        found |= tables["latent"]
     unsaid = {flag for flags in tables["unsaid"].values() for flag in flags}
     for name, values in said.items():
         if name in unsaid:
             continue
+        if name not in tables["fields"]:
+            shown = " ".join(values) or "true"
+            raise no_setting("megatron-bridge", name, shown, "--export megatron")
         value = " ".join(values) or ("false" if name.startswith("--no-") else "true")
         if name in _LISTED:
             value = f"[{','.join(values)}]"
