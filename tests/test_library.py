@@ -264,6 +264,19 @@ def test_calls_that_look_right_work_or_name_their_remedy() -> None:
         fourfold.CalendarRequest(modle="llama-3.1-8b")
     with pytest.raises(UserError, match=r"trace none\.json"):
         fourfold.diagnose(fourfold.DiagnoseRequest(traces=["none.json"]))
+    model = fourfold.model("llama-3.1-8b")
+    assert fourfold.PlanRequest(**asked | {"model": model}, gpu="h100-80gb").model == model.shape
+    assert answer.best is not None
+    of_model = fourfold.RunSpec(**asked | {"model": model}, layout="tp2 dp4", sharding="zero1")
+    one = fourfold.predict(of_model, "megatron", gpu="h100-80gb")
+    assert one.step_s == answer.best.step_s
+    with pytest.raises(TypeError, match="not a PlanRow; a RunSpec takes the layout, micro_batch"):
+        fourfold.predict(answer.best, "megatron", gpu="h100-80gb")
+    explained = fourfold.explain(plan, answer.best).explanation
+    assert explained.row is not None
+    assert explained.row.step_s == answer.best.step_s
+    in_table = fourfold.CalendarRequest(plan=asked, gpu="h100-80gb", tokens="1B")
+    assert in_table.plan == fourfold.PlanRequest(**asked, gpu="h100-80gb", tokens="1B")
     advice = fourfold.AdviseRequest(model="llama-3.1-8b", gpu="h100-80gb", layout="pp4 tp2 mbs2")
     assert (advice.tp, advice.ep, advice.micro_batch) == (2, None, 2)
     with pytest.raises(UserError, match="tp=4 contradicts layout = tp2; omit one"):

@@ -121,6 +121,14 @@ def test_shares_are_read_as_people_write_them() -> None:
             share_from(text)
 
 
+def test_table_of_a_front_has_gpus_for_ranks_and_compares_nothing(cli) -> None:
+    lines = cli(*WORDS, "--front", "gpus", "--tokens", "1B", "--price", "2").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("GPUs  layout"))
+    table = lines[start : lines.index("", start)]
+    assert "vs #1" not in table[0]
+    assert max(map(len, table)) <= 100
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

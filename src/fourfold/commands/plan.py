@@ -261,18 +261,10 @@ def front_page(front: Front) -> list[Part]:
         "gpus": "the first choice on fewer and fewer GPUs",
     }[front.against]
     slower = f"{last.row.step_s / first.row.step_s:.3g} times as long"
-    grid = layouts_table([one.row for one in front.points])
-    # Layouts of a front are not rivals: each is the best of its kind.
-    shown = [i for i, name in enumerate(grid.headings) if i and name != "near best"]
-    headings = ["GPUs", *(grid.headings[i] for i in shown)]
-    rows = [
-        [f"{one.gpus}", *(cells[i] for i in shown)]
-        for one, cells in zip(front.points, grid.rows, strict=True)
-    ]
     return [
         f"{front.asked.model}: {what}; the last takes {slower}.",
         "",
-        Grid(headings, rows),
+        layouts_table([one.row for one in front.points], is_front=True),
         "",
         source(front.asked),
     ]

@@ -238,9 +238,9 @@ _ALWAYS: tuple[Column, ...] = (
 )
 
 
-def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
+def _optional(rows: Sequence[PlanRow], *, is_front: bool) -> Iterable[Column]:
     """Columns that are shown while there is room, most wanted first."""
-    if len(rows) > 1:
+    if len(rows) > 1 and not is_front:
         first = rows[0]
         yield "vs #1", lambda row: _against(row, first)
     yield "TFLOP/s", lambda row: f"{row.tflops_gpu:.0f}"
@@ -280,11 +280,15 @@ def _days_range(row: PlanRow) -> tuple[str, str]:
     return f"{low:.1f}", f"{high:.1f}"
 
 
-def layouts_table(rows: Sequence[PlanRow], *, details: bool = False) -> Grid:
-    """At most 100 characters wide; `details`: every column, and the exposed seconds by part."""
-    shown = [*_ALWAYS]
+def layouts_table(
+    rows: Sequence[PlanRow], *, details: bool = False, is_front: bool = False
+) -> Grid:
+    """At most 100 characters wide; `details`: every column, and the exposed seconds by part.
+    `is_front`: each row is the best of its kind, with its number of GPUs for a rank."""
+    head: Column = ("GPUs", lambda row: f"{row.layout.world}")
+    shown = [head if is_front else _ALWAYS[0], *_ALWAYS[1:]]
     width = sum(map(_room, shown, [rows] * len(shown))) - 2
-    for column in _optional(rows):
+    for column in _optional(rows, is_front=is_front):
         if details or width + _room(column, rows) <= COLUMNS:
             shown.append(column)
             width += _room(column, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, repeat
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fourfold.spec import check
 from fourfold.spec.experts import Latent, Moe
@@ -278,3 +278,10 @@ def _layer_runs(model: ModelShape) -> tuple[LayerRun, ...]:
     return runs_of(
         LayerKind(mixers[layer % len(mixers)], feed_forward(layer)) for layer in range(model.layers)
     )
+
+
+def shape_of(model: object) -> Any:
+    """Return the shape of an answer about a model, such as that of `fourfold.model`; a name, a
+    table or a shape as it is."""
+    shape = getattr(model, "shape", None)
+    return shape if isinstance(shape, ModelShape) else model

@@ -13,7 +13,7 @@ from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Size
 from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, shape_of
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import (
     CP_KINDS,
@@ -51,6 +51,7 @@ class Fault:
 def _of_flat(given: dict[str, Any]) -> Mapping[str, Any]:
     """Return a RunSpec's fields of keywords that are those of a run's table: a model by its name, a
     layout as text, and any field of batch and policy."""
+    given = {name: shape_of(value) if name == "model" else value for name, value in given.items()}
     table = {name: given.get(name) for name in ("model", "layout", "batch", "policy")}
     names = codec.type_hints(RunSpec).keys()
     is_table = any(isinstance(value, str | Mapping) for value in table.values())
@@ -144,6 +145,11 @@ def run_of(run: AnyRun) -> RunSpec:
     """A run as it is, or that of a table, which must name its model."""
     if isinstance(run, RunSpec):
         return run
+    if not isinstance(run, Mapping):
+        rule = f"needs a RunSpec or a table of its fields, not a {type(run).__name__}"
+        raise TypeError(
+            f"{rule}; a RunSpec takes the layout, micro_batch and policy of a plan's row"
+        )
     check.given("model" in run, "model", "'fourfold models' lists presets")
     return codec.load(RunSpec, dict(run))
 

@@ -32,9 +32,12 @@ def _of_flat(given: dict[str, Any]) -> dict[str, Any]:
     names = [field.name for field in fields(CalendarRequest)]
     own = {name: value for name, value in given.items() if name in names}
     plan = {name: value for name, value in given.items() if name not in names}
-    if not plan:
+    if not plan and not isinstance(own.get("plan"), Mapping):
         return own
-    return own | {"plan": replace(own["plan"], **plan) if "plan" in own else PlanRequest(**plan)}
+    asked = own.get("plan", {})
+    if isinstance(asked, Mapping):
+        return own | {"plan": PlanRequest(**{**asked, **plan})}
+    return own | {"plan": replace(asked, **plan)}
 
 
 @codec.takes_more(_of_flat)

@@ -272,7 +272,7 @@ class Explained:
 
 def explain(
     request: PlanRequest,
-    layout: str | Layout,
+    layout: str | Layout | PlanRow,
     *,
     draw: bool = False,
     operations: bool = False,
@@ -280,9 +280,11 @@ def explain(
 ) -> Explained:
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
     stands. Where the request does not say how many GPUs, the layout does; a text that names no
-    `ep` leaves it open. `draw`: its timeline; `operations`: what a rank does, one by one."""
+    `ep` leaves it open; a plan's row is read as it is printed. `draw`: its timeline; `operations`:
+    what a rank does, one by one."""
     require_plan_request(request)
     whole = request
+    layout = str(layout) if isinstance(layout, PlanRow) else layout
     if isinstance(layout, str):
         fields = layout_fields(layout, request.policy, request.micro_batch)
         layout = fields.pop("layout")

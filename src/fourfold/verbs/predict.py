@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack, overload
 
@@ -87,7 +87,7 @@ def predict(
 ) -> Prediction | Predicted:
     """Return what one run or several will take as `stack` would run them: the same numbers as in
     'plan'. Runs of our own engine without a machine are predicted on this host."""
-    is_one = isinstance(run, RunSpec | Mapping)
+    is_one = not isinstance(run, Sequence)
     specs = tuple(map(run_of, [run] if is_one else run))
     known, cluster_of = machine_of_run(stack, **machine)
     predictions = predict_specs(

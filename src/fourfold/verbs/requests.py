@@ -24,6 +24,7 @@ from fourfold.spec import (
     words,
 )
 from fourfold.spec.engine import EXPORTS
+from fourfold.spec.model import shape_of
 from fourfold.spec.run import nested, short_names
 from fourfold.spec.words import DTYPES
 from fourfold.units import bytes_per_s_from, count_from, counted, price_from, share_from, size_from
@@ -82,6 +83,7 @@ def layout_fields(
 def _of_flat(given: dict[str, Any]) -> dict[str, Any]:
     """Return a PlanRequest's fields of keywords that are those of a run's table, all flat."""
     names = [field.name for field in fields(PlanRequest)]
+    given = {name: shape_of(value) if name == "model" else value for name, value in given.items()}
     return given if given.keys() <= {*names} else nested(given, names)
 
 
