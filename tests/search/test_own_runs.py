@@ -11,6 +11,7 @@ import pytest
 import fourfold
 from fourfold.search.plan_answer import PlanAnswer, PlanRow
 from fourfold.show.plan import page
+from fourfold.show.plan_notes import compared
 from fourfold.verbs.requests import PlanRequest
 
 REQUEST = PlanRequest(
@@ -62,6 +63,10 @@ def test_measured_run_fits_and_comes_first_where_it_is_fastest(
     sentence = page(answer)[0]
     assert isinstance(sentence, str)
     assert "You measured it: " in sentence
+    assert answer.measured is not None
+    assert "#1 itself, predicted 1.0% slower" in compared(answer.measured, best)
+    front = fourfold.front(replace(REQUEST, measured=path), "memory")
+    assert front.points[0].row.measured_s == 0.99 * own.step_s
 
 
 def test_measured_run_is_listed_where_it_is_slow(plan: PlanAnswer, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.search.bounds import LAYOUT, Bounds
 from fourfold.search.choice import LOOKED_AT, TIE, order
 from fourfold.search.fastest import fastest
-from fourfold.search.ran import measured_s
+from fourfold.search.ran import with_own_runs
 from fourfold.search.table import Bools, Places, Pool, alike, repeats
 from fourfold.spec.run import CHOSEN
 
@@ -74,10 +74,7 @@ def listed(
     points = _with_ties(bounds, roomy, new, points, 1.0 - query.risk, is_written)
     points = _with_measured(bounds, new, points, measured)
     predicted = predictions(query.columns(points), query.entry)
-    ran_s = measured_s(query.own_runs, predicted.columns)
-    was_run = np.isfinite(ran_s)
-    points |= {"step_s": np.where(was_run, ran_s, predicted.step_s), "measured_s": ran_s}
-    points |= {"fit_chance": np.where(was_run, 1.0, predicted.fits)}
+    points = with_own_runs(query.own_runs, points, predicted)
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
     timed, predicted = only(points, by_time), predicted.take(by_time)
     asked: dict[int, bool] = {}

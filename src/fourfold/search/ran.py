@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.predict import Predictions
 from fourfold.search.query import OwnRuns
 from fourfold.search.table import PointTable, Pool
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
@@ -31,6 +32,18 @@ def measured_s(runs: OwnRuns | None, c: Columns) -> Floats:
         is_same = is_same & ((c.cp == 1) | (c.cp_kind == runs.columns.cp_kind[i]))
         seconds = np.where(is_same, np.fmin(seconds, runs.step_s[i]), seconds)
     return seconds
+
+
+def with_own_runs(runs: OwnRuns | None, points: Pool, predicted: Predictions) -> Pool:
+    """Return points with their seconds and their chance to fit: those of a run that was measured,
+    else what is predicted; and what was measured of each (NaN: nothing)."""
+    ran_s = measured_s(runs, predicted.columns)
+    was_run = np.isfinite(ran_s)
+    return points | {
+        "step_s": np.where(was_run, ran_s, predicted.step_s),
+        "measured_s": ran_s,
+        "fit_chance": np.where(was_run, 1.0, predicted.fits),
+    }
 
 
 def measured_points(runs: OwnRuns | None, table: PointTable) -> Pool:

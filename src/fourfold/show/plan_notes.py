@@ -21,10 +21,12 @@ def compared(known: MeasuredBest, first: PlanRow) -> str:
         100 * (first.tokens_s_gpu * first.step_s / step_s / known.tokens_s_gpu - 1)
         for step_s in (first.step_s_high, first.step_s, first.step_s_low)
     )
+    is_first = first.measured_s is not None and isclose(first.measured_s, known.step_s)
+    what = "#1 itself, predicted" if is_first else "#1 is predicted"
     run = f"{known.name} micro batch {known.micro_batch} {known.sharding} on {known.gpus:,} GPUs"
     return (
         f"best measured run, {known.row} of {known.source}: {run}, {three_digits(known.step_s)} s, "
-        f"{known.tokens_s_gpu:,.0f} tokens/s/GPU; #1 is predicted {abs(mid):.1f}% "
+        f"{known.tokens_s_gpu:,.0f} tokens/s/GPU; {what} {abs(mid):.1f}% "
         f"{'faster' if mid >= 0 else 'slower'} (80%: {low:+.1f}% to {high:+.1f}%)"
     )
 

@@ -17,6 +17,7 @@ from fourfold.search.answer import answer
 from fourfold.search.compare import best_of, shapes_near
 from fourfold.search.fastest import fastest
 from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
+from fourfold.search.ran import with_own_runs
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.spec import ModelShape, catalog
 from fourfold.units import counted
@@ -47,7 +48,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points["peak_bytes"] = peak_bytes[front]
     points["tied"] = np.zeros(len(front), dtype=bool)  # each differs in bytes
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
-    points["fit_chance"] = predicted.fits
+    points = with_own_runs(ranking.query.own_runs, points, predicted)
     return replace(ranking, points=points, predicted=predicted, held_back={})
 
 
