@@ -19,6 +19,7 @@ from fourfold.search.explain import Explanation
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.spec import Layout, ModelShape, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.run import nested
+from fourfold.spec.words import OURS
 from fourfold.verbs import Request
 from fourfold.verbs.collect import CollectRequest
 from fourfold.verbs.plan import FitChecked, fit_check
@@ -70,7 +71,7 @@ class PredictTool(Request):
     cluster: str | None = flag("a known cluster, or a file of the folder")
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts")
     network: Rate | None = flag("rate of a host's network, with gpu (default: typical)")
-    stack: str = flag("engine to predict (default fourfold)", default="fourfold")
+    stack: str = flag("engine to predict (default fourfold)", default=OURS)
     calibration: str | None = flag(*CALIBRATION)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError, nearest
-from fourfold.spec.engine import ADAPTERS, OURS, version_key
+from fourfold.spec.engine import ADAPTERS, version_key
+from fourfold.spec.words import OURS
 
 # Files of a release for a newer Python are Python: what is compiled among them is not used here.
 NEWER = ("3.12", "3.13", "3.14")

@@ -22,11 +22,11 @@ from fourfold.logs.row import COLUMNS, text_of
 from fourfold.logs.series import StepLine
 from fourfold.logs.words import columns
 from fourfold.spec import catalog
+from fourfold.spec.engine import spelt
 
 _NAMES = catalog.data("columns.toml")["metrics"]
 _STEP, _WALL = (_NAMES[name].split() for name in ("step", "wall"))
 _MOST_CHARS = 2**26
-_STACKS = {"megatronbridge": "megatron-bridge", "megatronrun": "megatron-lm", "nemorun": "nemo"}
 _AXES_OF_ONE = ("context_parallel_size", "virtual_pipeline_parallel_size")
 
 
@@ -48,8 +48,7 @@ def read_cloudai(report: Mapping[str, Any], book: Book) -> None:
     said = {name: text_of(v) for name, v in config.items() if isinstance(v, str | int | float)}
     said |= {name: "1" for name in _AXES_OF_ONE if config.get(name, "") is None}
     facts = columns("cloudai", said)
-    template = str(config.get("test_template_name", "")).lower()
-    facts["stack"] = _STACKS.get(template, template)
+    facts["stack"] = spelt(str(config.get("test_template_name", "")))
     if said.get("position_embedding_type", "").lower() == "none":
         facts.pop("family", None)
     if config.get("fp8"):

@@ -21,8 +21,6 @@ Style = Literal["mpt", "topology", "scaling", "reference", "other"]
 # A published row may have neither a figure nor a word for how it ended.
 RowOutcome = Outcome | Literal["absent"]
 
-# What our own runs are called beside those of other engines.
-OWN_STACK = "fourfold"
 # The columns of the reference schema of measured rows, with the field each is read into ('': none).
 REFERENCE_COLUMNS = {
     "row_id": "run_id", "source": "", "stack": "stack", "cluster": "", "hardware": "hardware",

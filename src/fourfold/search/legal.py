@@ -18,6 +18,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import CHOSEN, RunSpec, chosen
+from fourfold.spec.words import OURS
 
 RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *experts.RULES, *batch_rules.RULES)
 REASONS = tuple(rule.reason for rule in RULES)
@@ -46,7 +47,7 @@ class Refusal:
 class Target:
     """Where it should run: whose engine, on how many ranks of what; None: not asked."""
 
-    stack: str = "fourfold"
+    stack: str = OURS
     release: str = ""  # one of EXPORTS, where that is asked instead
     gpus: int | None = None
     device: Device | None = None

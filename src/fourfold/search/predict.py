@@ -22,6 +22,7 @@ from fourfold.search.query import with_gradient_dtypes
 from fourfold.search.resolve import resolve
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import OURS
 
 # Imports, process groups, building the model: what one start of torch takes before its first step.
 START_S = 8.0
@@ -42,7 +43,7 @@ def predict(
     cluster: Cluster | Callable[[RunSpec], Cluster | None] | None = None,
     profile: HardwareProfile | None = None,
     calibration: Calibration | None = None,
-    stack: str = "fourfold",
+    stack: str = OURS,
     cores: int = 1,
 ) -> list[Prediction]:
     """One answer for each spec, in their order, as the stack's engine would run it. `cluster` may
@@ -83,7 +84,7 @@ def state_bytes(spec: RunSpec) -> float:
 
 def anywhere(spec: RunSpec) -> Columns:
     """The run by our engine, for what is the same on every machine."""
-    return columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack="fourfold")
+    return columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack=OURS)
 
 
 def rough_cpu(ranks: int, cores: int) -> Cluster:

@@ -17,7 +17,7 @@ from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
-from fourfold.spec.engine import OURS, engine_of
+from fourfold.spec.engine import engine_of
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -171,7 +171,7 @@ def usual_policy(
         has = engine_of(stack).rules.dispatchers
         kind = dispatcher_of("auto", usual.dispatcher, has, dispatchers)
         changes |= {"dispatcher": kind} if kind != usual.dispatcher else {}
-    if "sequence_parallel" not in decided and stack != OURS:
+    if "sequence_parallel" not in decided and not engine_of(stack).is_ours:
         changes["sequence_parallel"] = usual.sequence_parallel
     if "compile" not in decided and usual.compiles:
         # It does not compile a backward in two halves.

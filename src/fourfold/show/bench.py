@@ -8,6 +8,7 @@ from typing import Any
 from fourfold.result.report import Failure
 from fourfold.result.timing import LEAST_SAMPLES
 from fourfold.show.table import Grid, Part, named, or_dash, quantities, table
+from fourfold.spec.words import OURS
 from fourfold.units import counted, show_bytes, show_seconds
 
 
@@ -47,7 +48,7 @@ def page(plain: dict[str, Any], convention: str) -> list[Part]:
         f"{plain['global_batch']} x {plain['seq_len']} tokens, {', '.join(filter(None, how))}"
     )
     # Of another engine it is that engine's name; illegal runs need none.
-    kind = ", torch" if plain["engine"] == "fourfold" else ","
+    kind = ", torch" if plain["engine"] == OURS else ","
     version = f"{kind} {plain['torch']}" if plain["torch"] else ""
     stored = f"{plain['device']}{version}; stored in {plain['folder']}"
     oom = oom_page(plain.get("post_mortem", {}))

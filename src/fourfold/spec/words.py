@@ -66,6 +66,7 @@ RECOMPUTE = ("none", "selective", "norm+act", "norm+mlp", "full")
 NUMBERED_RECOMPUTE = ("every", "block")
 MOE_RECOMPUTE = ("moe", "moe-act")
 RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE, *MOE_RECOMPUTE)
+OURS = "fourfold"  # the engine of src/fourfold/engine, among others
 # How tokens reach experts of other ranks. auto: local where all experts are at hand, else alltoall.
 # The last three are libraries whose kernels send a token once to each node, which are priced only.
 Dispatcher = Literal["auto", "local", "alltoall", "allgather", "deepep", "hybridep", "ncclep"]

@@ -15,9 +15,10 @@ from typing import Any
 from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
-from fourfold.result.record import OWN_STACK, Record, json_of, model_of
+from fourfold.result.record import Record, json_of, model_of
 from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog
 from fourfold.spec.cluster import device_id
+from fourfold.spec.words import OURS
 from fourfold.tables.shape import SHAPE_FIELDS, peak_tflops, shape_of
 
 TRAINING, BENCHMARK = "training-equivalent", "benchmark-only"
@@ -40,7 +41,7 @@ def equivalence(record: Record) -> str:
         lacks.append("forced routing")
     elif record.model_json and not record.experts:  # nothing is routed, whatever the setting
         lacks = [name for name in lacks if name != "forced routing"]
-    is_own = bool(record.torch) and record.stack in ("", OWN_STACK)
+    is_own = bool(record.torch) and record.stack in ("", OURS)
     if is_own and not _HAS_DATA.search(said):
         lacks.append("random tokens")
     if lacks:
@@ -161,7 +162,7 @@ def published(record: Record, number: int) -> Record:
         **{name: getattr(model, name) for name in SHAPE_FIELDS},
         hardware=hardware_of(record.device),
         gpus_per_node=(record.gpus or 1) // (record.nodes or 1),
-        stack=record.stack or OWN_STACK,
+        stack=record.stack or OURS,
         grad_accum=_accumulated(record),
         batch_tokens=record.tokens,
         tokens_s=record.tokens / record.step_s if record.step_s else None,

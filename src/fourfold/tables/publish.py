@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import CONFIG, OWN_STACK, Record, differing, grouped
+from fourfold.result.record import CONFIG, Record, differing, grouped
 from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES, EXPERT_AXES
+from fourfold.spec.words import OURS
 from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
@@ -153,7 +154,7 @@ def _axes(record: Record) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
     of_experts = ((axis, getattr(record, axis)) for axis in EXPERT_AXES)
     sizes += "".join(f" {axis}{size}" for axis, size in of_experts if size > 1)
-    engine = f" by {record.stack}" if record.torch and record.stack != OWN_STACK else ""
+    engine = f" by {record.stack}" if record.torch and record.stack != OURS else ""
     gpus = f" on {counted(record.gpus, 'GPU')}" if record.gpus else ""
     return f"{sizes} micro batch {record.micro_batch}{gpus}{engine}"
 

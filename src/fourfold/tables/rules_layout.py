@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from fourfold.cost.count.params import model_params
 from fourfold.result.record import Record
+from fourfold.spec.engine import GENERIC, engine_of
 from fourfold.tables import cells
 from fourfold.tables.finding import FileCheck, Finding, Problem, RowCheck, TablesFile, finding
 from fourfold.tables.records import axes_world
@@ -25,8 +26,6 @@ _LABEL_SLACK = 0.03
 # Our own tables state uneven micro-batches: 'micro 11+11+4'.
 _UNEVEN_MICRO_BATCHES = re.compile(r"\bmicro\s+[0-9]+(?:\+[0-9]+)*")
 _PROXY_LAYERS = re.compile(r"proxy([0-9]+)l\b")
-# Engines that split a batch unevenly; the others stop unless dp x micro batch divides it.
-_UNEVEN_STACKS = ("fourfold", "llm-foundry")
 
 
 def scaling_axes(record: Record, gpus: int) -> Iterator[Problem]:
@@ -76,7 +75,10 @@ def _axis_fix(record: Record) -> str:
 def batch_reach(record: Record, batch: int, dp: int) -> Iterator[Problem]:
     micro = record.micro_batch or 1
     step = dp * micro
-    uneven = record.stack.startswith(_UNEVEN_STACKS) or _UNEVEN_MICRO_BATCHES.search(record.note)
+    # The others stop unless dp x micro batch divides the batch.
+    rules = engine_of(record.stack).rules
+    splits_unevenly = rules.name != GENERIC and rules.batch_rule != "whole"
+    uneven = splits_unevenly or _UNEVEN_MICRO_BATCHES.search(record.note)
     if batch % step and not uneven:
         low = batch - batch % step
         near = f"{low} or {low + step}" if low else f"{step}"

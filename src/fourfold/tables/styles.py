@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.cost.count.params import active_params, model_params
-from fourfold.result.record import OWN_STACK, REFERENCE_COLUMNS, Record, Style
+from fourfold.result.record import REFERENCE_COLUMNS, Record, Style
 from fourfold.result.report import published_word
 from fourfold.spec import catalog
+from fourfold.spec.words import OURS
 from fourfold.tables import cells
 from fourfold.tables.document import Table
 from fourfold.tables.shape import shape_of
@@ -151,7 +152,7 @@ def _seconds(record: Record) -> str:
 def _engines_differ(records: Sequence[Record]) -> bool:
     """Or a stored run is another's than ours."""
     stacks = {record.stack for record in records}
-    return len(stacks) > 1 or any(r.torch and r.stack != OWN_STACK for r in records)
+    return len(stacks) > 1 or any(r.torch and r.stack != OURS for r in records)
 
 
 def _are_noted(records: Sequence[Record]) -> bool:

@@ -15,6 +15,7 @@ from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.step.rates import Rates
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
 
@@ -159,7 +160,7 @@ def _attention(run: Examined, rates: Rates) -> dict[str, float]:
 def _over_memory(run: Examined, rates: Rates, c: Columns) -> dict[str, float]:
     counts, spec = run.counts, run.spec
     assert spec is not None
-    one, ours = np.ones_like(c.compiled), run.value("engine") == "fourfold" and spec.policy.compile
+    one, ours = np.ones_like(c.compiled), run.value("engine") == OURS and spec.policy.compile
     compiled = replace(
         c, compiled=one, eager=0.0 * one, our_kernels=ours * one, lean_loss=ours * one
     )
@@ -214,7 +215,7 @@ def _of_weights(run: Examined, c: Columns) -> dict[str, float]:
     width = 2 if run.value("weights") == "bf16" else 4
     rate = of_one(c.hbm)
     bytes_of = _UPDATE_VALUES * width
-    ours = run.value("engine") == "fourfold" and spec.policy.compile
+    ours = run.value("engine") == OURS and spec.policy.compile
     if ours:  # clipping is part of the update; see cost/ops/ends.py
         bytes_of = 2.0 * (of_one(c.param_bytes) + of_one(c.moment_bytes)) + 2.0 * of_one(
             c.act_bytes

@@ -12,6 +12,7 @@ import numpy as np
 
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES
+from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.counted import Counts
 from fourfold.traces.linked import Linked
@@ -94,7 +95,7 @@ def _gpu(linked: Linked) -> str:
 def _engine(linked: Linked) -> tuple[str, str]:
     trace = linked.trace
     if isinstance(trace.meta.get("fourfold"), dict):
-        return "fourfold", "the trace says so"
+        return OURS, "the trace says so"
     for names, where in (
         (list(descriptions(trace).values()), "process groups"),
         ([mark.name for mark in trace.marks[:2000]], "marks"),

@@ -18,7 +18,7 @@ from fourfold.search.compare import compare, shapes_near
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, Device, Layout, ModelShape, catalog, check, codec, words
-from fourfold.spec.words import BUNDLES
+from fourfold.spec.words import BUNDLES, OURS
 from fourfold.units import counted
 from fourfold.verbs import Answer, Request
 from fourfold.verbs.machine import known_cluster, read_calibration
@@ -188,7 +188,7 @@ def _coefficients(
 ) -> tuple[dict[str, float], str]:
     known = read_calibration(request.calibration)
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
-    engine = resolve(request.stack or "fourfold", cluster, known, experts=experts)
+    engine = resolve(request.stack or OURS, cluster, known, experts=experts)
     rows = engine.no_rows or counted(engine.entry.rows_time, "measured row")
     basis = f"efficiencies of {engine.stack} on {cluster.name} ({rows})"
     return engine.entry.coefficients, basis

@@ -16,11 +16,12 @@ from fourfold.spec import check
 from fourfold.spec.run import AnyRun, RunSpec, run_of
 from fourfold.spec.site import Site, parse_assignments
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
+from fourfold.spec.words import OURS
 from fourfold.verbs import Answer
 from fourfold.verbs.engines import engine_template
 from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
-from fourfold.verbs.run_requests import OURS, BenchRequest, Start
+from fourfold.verbs.run_requests import BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
 from fourfold.verbs.sites import Submission, campaign_of, engine_predictor, site_of, submission
 

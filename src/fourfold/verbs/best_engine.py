@@ -15,12 +15,12 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step.rates import Rates
 from fourfold.search.resolve import entry_for
 from fourfold.spec import Cluster
+from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE
 from fourfold.traces.examined import Examined
 from fourfold.traces.expect import Interval, Pricing, fused_routing_s
 
-OWN = "fourfold"
 # Operations of a layer with experts that a trace shows as routing.
 _ROUTING_OPS = ("mlp.router, scores", "mlp.dispatch, order", "mlp.combine, order")
 
@@ -46,16 +46,16 @@ def find_best_engine(
 ) -> BestEngine | None:
     """None where the trace is of our engine, or nothing is known of a better one."""
     spec = found.spec
-    if pricing is None or cluster is None or spec is None or found.value("engine") == OWN:
+    if pricing is None or cluster is None or spec is None or found.value("engine") == OURS:
         return None
     spec = replace(spec, policy=replace(spec.policy, compile=True))
     has_experts = spec.model.moe is not None
-    entry, why = entry_for(calibration, OWN, cluster, experts=has_experts)
+    entry, why = entry_for(calibration, OURS, cluster, experts=has_experts)
     if why:
         best = {parts.ROUTING: fused_routing_s(found, pricing)} if has_experts else {}
         gains = _gains(found, best)
         return BestEngine("fused kernels", None, gains) if gains else None
-    columns = columns_of([spec], cluster=cluster, stack=OWN)
+    columns = columns_of([spec], cluster=cluster, stack=OURS)
     many = predictions(columns, entry)
     rates = Rates(columns, entry.coefficients)
     step_s = float(sum(part[0] for part in many.times.parts.values()))
@@ -68,7 +68,7 @@ def find_best_engine(
         best[parts.ROUTING] = found.counts.micro_batches * found.counts.layers * each
     width = float(many.interval.half[0])
     step = Interval(step_s * exp(-width), step_s, step_s * exp(width))
-    return BestEngine(OWN, step, _gains(found, best))
+    return BestEngine(OURS, step, _gains(found, best))
 
 
 def _gains(found: Examined, best: dict[str, float]) -> tuple[BestPart, ...]:

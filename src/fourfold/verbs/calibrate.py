@@ -22,6 +22,7 @@ from fourfold.search.ranking import rank_layouts
 from fourfold.search.resolve import entry_for
 from fourfold.spec import Batch, Cluster, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
+from fourfold.spec.words import OURS
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
@@ -182,14 +183,14 @@ def _plan(
 ) -> list[tuple[RunSpec, Prediction]]:
     """The fastest plan and the best ones that divide the work in other ways."""
     known = calibration_of(profile, cluster)
-    entry, _ = entry_for(known, "fourfold", cluster)
+    entry, _ = entry_for(known, OURS, cluster)
     ask = PlanQuery(
         model=catalog.model(chosen.model),
         cluster=cluster,
         gpus=chosen.ranks,
         batch=chosen.batch,
         policy=chosen.policy,
-        stack="fourfold",
+        stack=OURS,
         entry=entry,
         calibration=known.name,
         no_rows="no run was measured here yet",

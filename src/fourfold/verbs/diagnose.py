@@ -27,6 +27,7 @@ from fourfold.search.resolve import entry_for, resolve
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.engine import ENGINES
 from fourfold.spec.layout import AXES
+from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE, Cause, TraceCase, cause
 from fourfold.traces.causes import find_causes
@@ -76,9 +77,9 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     if found.is_graphed and found.spec is None:
         return None
     spec = found.spec or _any_run()
-    entry, why = entry_for(read_calibration(request.calibration), "fourfold", cluster)
+    entry, why = entry_for(read_calibration(request.calibration), OURS, cluster)
     known = coefficients_of(read_profile(request.profile)) if request.profile else {}
-    columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, stack="fourfold")
+    columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, stack=OURS)
     basis = (
         f"{cluster.device.name}, {request.profile or 'the planner' + (': ' + why if why else '')}"
     )
@@ -120,8 +121,8 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
         return None
     asked = replace(spec, policy=replace(spec.policy, recompute="none"))
     calibration = calibrations.shipped()
-    engine = found.value("engine", "fourfold")
-    priced = resolve(engine if engine in ENGINES else "fourfold", cluster, calibration)
+    engine = found.value("engine", OURS)
+    priced = resolve(engine if engine in ENGINES else OURS, cluster, calibration)
     columns = columns_of([asked], cluster=cluster, stack=priced.stack)
     room = memory(columns, priced.entry.coefficients)
     return float(room.worst_bytes[0]), float(cluster.device.memory_bytes)
@@ -135,8 +136,8 @@ def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
             name = request.gpu and catalog.device(request.gpu).name
             cluster = named_cluster(name or pricing.basis.partition(",")[0], spec.gpus)
         assert cluster is not None
-        entry, _ = entry_for(read_calibration(request.calibration), "fourfold", cluster)
-        columns = columns_of([_dense(spec)], cluster=cluster, stack="fourfold")
+        entry, _ = entry_for(read_calibration(request.calibration), OURS, cluster)
+        columns = columns_of([_dense(spec)], cluster=cluster, stack=OURS)
         many = predictions(columns, replace(entry, coefficients=dict(pricing.coefficients)))
         return {name: float(part[0]) for name, part in many.times.parts.items()}
 

@@ -31,6 +31,7 @@ from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, co
 from fourfold.spec.engine import EXPORTS
 from fourfold.spec.policy import Policy
 from fourfold.spec.supported import left_out
+from fourfold.spec.words import OURS
 from fourfold.units import counted, three_digits
 from fourfold.verbs import Answer, Request
 from fourfold.verbs.question import require_plan_request, resolved, with_export_named
@@ -225,7 +226,7 @@ def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
     priced = resolve(exports.stack_of(engine), cluster, known, experts=model.moe is not None)
     return SupportRow(
         engine=engine,
-        release=EXPORTS[engine].release or "fourfold",
+        release=EXPORTS[engine].release or OURS,
         gpu=cluster.device.id,
         stack=priced.stack,
         priced=priced.entry.basis,

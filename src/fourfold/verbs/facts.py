@@ -13,7 +13,7 @@ from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.spec import Batch, RunSpec, catalog, codec
 from fourfold.spec.policy import running
-from fourfold.verbs.run_requests import OURS
+from fourfold.spec.words import OURS
 from fourfold.verbs.shapes import utilisation
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".

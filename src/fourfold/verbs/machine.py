@@ -25,6 +25,8 @@ from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
 from fourfold.spec import RunSpec, catalog, check
 from fourfold.spec.cluster import Cluster, device_id
+from fourfold.spec.engine import engine_of
+from fourfold.spec.words import OURS
 from fourfold.units import bytes_per_s_from, counted, show_bytes
 
 GUESS = "a rough guess from the cores"
@@ -144,7 +146,7 @@ class Predictor:
     calibration: Calibration | None = None
     named: str = ""
     # Whose engine runs them: its habits, and the rules of the release that settings are for.
-    stack: str = "fourfold"
+    stack: str = OURS
     release: str = ""
     # Runs are not on this host.
     remote: bool = False
@@ -164,8 +166,8 @@ class Predictor:
 
     def target(self, spec: RunSpec) -> Target:
         """Whose rules say whether it can run."""
-        is_ours = self.stack == "fourfold"
-        return Target(stack=self.stack, release=self.release, gpus=spec.gpus, runs=is_ours)
+        runs = engine_of(self.stack).is_ours
+        return Target(stack=self.stack, release=self.release, gpus=spec.gpus, runs=runs)
 
     def basis(self, spec: RunSpec) -> str:
         if self.named:
@@ -203,7 +205,7 @@ class Predictor:
     def _is_elsewhere(self, spec: RunSpec) -> bool:
         """Ranks of another engine, or of another machine that nobody has named."""
         named = self.profile is not None or self.cluster_of(spec) is not None
-        return (self.stack != "fourfold" or self.remote) and not named
+        return (not engine_of(self.stack).is_ours or self.remote) and not named
 
     def predicted(self, spec: RunSpec) -> Prediction | None:
         """None where this machine's description lacks what the run needs (a format's peak)."""
@@ -278,7 +280,7 @@ def machine_of_run(
     def local(run: RunSpec) -> Cluster | None:
         host = known.cluster_of(run)
         if not (host or profile) and (
-            stack.strip().lower() != "fourfold" or run.gpus > core_count()
+            not engine_of(stack.strip()).is_ours or run.gpus > core_count()
         ):
             rule = f"has no machine: {counted(run.gpus, 'rank')} of {stack} do not run on this host"
             hint = "pass cluster, gpu (such as h100-80gb) or profile"

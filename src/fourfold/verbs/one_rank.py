@@ -35,7 +35,7 @@ from fourfold.search.predict import predict
 from fourfold.search.resolve import entry_for
 from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.run import AnyRun
-from fourfold.spec.words import SHARDINGS
+from fourfold.spec.words import OURS, SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of
 from fourfold.verbs.facts import post_mortem
@@ -53,11 +53,11 @@ class StagePlanner:
         self.spec = spec
         self.cluster, self.basis = stage_cluster(spec, request.cluster, request.profile)
         has_experts = spec.model.moe is not None
-        entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster, experts=has_experts)
+        entry, _ = entry_for(calibration.shipped(), OURS, self.cluster, experts=has_experts)
         known = coefficients_of(read_profile(request.profile)) if request.profile else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
         self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})
-        self.columns = columns_of([spec], cluster=self.cluster, stack="fourfold")
+        self.columns = columns_of([spec], cluster=self.cluster, stack=OURS)
 
     def fullest_stage(self) -> int:
         room = memory(self.columns, self.entry.coefficients)

@@ -50,7 +50,7 @@ from fourfold.spec import Cluster, check
 from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
 from fourfold.spec.run import fill_dp
-from fourfold.spec.words import SHARDINGS
+from fourfold.spec.words import OURS, SHARDINGS
 from fourfold.verbs import Answer
 from fourfold.verbs.beside import beside, is_worth_it
 from fourfold.verbs.machine import known_cluster, planned_calibration, planned_cluster
@@ -62,7 +62,6 @@ from fourfold.verbs.question import (
     resolved,
 )
 from fourfold.verbs.requests import PlanRequest, layout_fields
-from fourfold.verbs.run_requests import OURS
 
 _CLEARLY_FASTER_PCT = 3.0  # of another batch: below that the asked one stands without a word
 

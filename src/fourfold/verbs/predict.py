@@ -38,6 +38,7 @@ from fourfold.spec.catalog import generation_of
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import AnyRun, run_of
+from fourfold.spec.words import OURS
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import GUESS, Machine, known_cluster, machine_of_run, read_calibration
@@ -83,7 +84,7 @@ def predict(run: AnyRun, stack: str = ..., **machine: Unpack[Machine]) -> Predic
 @overload
 def predict(run: Sequence[AnyRun], stack: str = ..., **machine: Unpack[Machine]) -> Predicted: ...
 def predict(
-    run: AnyRun | Sequence[AnyRun], stack: str = "fourfold", **machine: Unpack[Machine]
+    run: AnyRun | Sequence[AnyRun], stack: str = OURS, **machine: Unpack[Machine]
 ) -> Prediction | Predicted:
     """Return what one run or several will take as `stack` would run them: the same numbers as in
     'plan'. Runs of our own engine without a machine are predicted on this host."""

@@ -16,7 +16,7 @@ from fourfold.spec import Cluster, catalog, check
 from fourfold.spec.engine import TEMPLATES
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
-from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype, Fault
+from fourfold.spec.words import BUNDLES, DTYPES, OURS, CpKind, Dtype, Fault
 from fourfold.verbs import Request, set_field
 from fourfold.verbs.requests import CONVENTION, STORE, Size
 
@@ -35,7 +35,6 @@ class Start(Request):
 
 
 # Our own engine, where engines are named.
-OURS = "fourfold"
 ON = ("where to run: local (default), slurm, or a site file or name", "SITE")
 ENGINES = ("folder of installed engines (default: the user's cache)", "DIR")
 _OTHER = "another engine"

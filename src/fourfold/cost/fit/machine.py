@@ -25,6 +25,7 @@ from fourfold.result.profile import (
 )
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.words import OURS
 
 
 def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
@@ -94,7 +95,7 @@ def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, fl
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
     base = defaults() | coef
-    c = columns_of([measured_layer()], cluster=cluster, stack="fourfold")
+    c = columns_of([measured_layer()], cluster=cluster, stack=OURS)
     rest_s, whole_s = (
         float(layer_times(c, base | {"cpu_byte_s": byte_s}, micro=c.micro).total[0])
         for byte_s in (0.0, 1.0)
@@ -135,7 +136,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     for name, known in BY_NAME.items():
         coef[name] = min(max(coef[name], known.low), known.high)
     entry = FittedStack(
-        stack="fourfold",
+        stack=OURS,
         cluster=cluster.name,
         generation=generation_of(cluster.device),
         coefficients=coef,

@@ -16,14 +16,12 @@ from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.result.files.run_file import NAME, RUN_FILE, read_run, read_run_folder
 from fourfold.result.files.stored import read_stored
-from fourfold.result.record import OWN_STACK
 from fourfold.result.report import RunReport
 from fourfold.spec import check
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.engine import MeasuredAs, site_of
+from fourfold.spec.words import OURS
 from fourfold.units import counted
-
-STACK = OWN_STACK
 
 
 def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -> list[RunReport]:
@@ -61,11 +59,11 @@ def report_rows(
     n, routed = len(reports), [r.spec.model.moe is not None for r in reports]
     return Rows(
         table=_table(folder, reports, cluster),
-        columns=columns_of([r.spec for r in reports], cluster=cluster, stack=STACK),
+        columns=columns_of([r.spec for r in reports], cluster=cluster, stack=OURS),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
         stack=np.array(
-            [str(MeasuredAs.of(STACK).with_experts()) if has else STACK for has in routed]
+            [str(MeasuredAs.of(OURS).with_experts()) if has else OURS for has in routed]
         ),
         cluster=np.array([site_of(cluster.name) if has else cluster.name for has in routed]),
         hardware=np.array([cluster.device.id] * n),
@@ -91,7 +89,7 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
     for i, report in enumerate(reports):
         spec, layout = report.spec, report.spec.layout
         cells = {
-            "row_id": spec.run_id, "source": STACK, "stack": STACK, "cluster": cluster.name,
+            "row_id": spec.run_id, "source": OURS, "stack": OURS, "cluster": cluster.name,
             "hardware": cluster.device.id, "family": spec.model.family,
             "n_layers": spec.model.layers, "d_model": spec.model.hidden,
             "n_heads": spec.model.heads, "seq_len": spec.batch.seq_len, "n_gpus": spec.gpus,
