@@ -152,7 +152,7 @@ def test_a_fit_keeps_runs_with_experts_apart_and_a_plan_finds_them(tmp_path: Pat
         entry, why = entry_for(known, "fourfold", H200, experts=experts)
         assert (entry.rows_time, why) == (rows, "")
         assert ("moe_host_s" in entry.free_time) == experts
-    routed = replace(known, entries=tuple(known.of(experts=True)))
+    routed = replace(known, entries=known.routed)
     assert {row["stack"]: row["with_experts"] for row in listed(routed, None)}["fourfold"] == {
         "1 x h200": 19
     }

@@ -192,7 +192,7 @@ def test_pairs_differ_in_one_setting_and_over_2_percent(tmp_path: Path) -> None:
 
 def test_runs_with_experts_teach_no_others() -> None:
     known = shipped()
-    dense, routed = (tuple(known.of(experts=some)) for some in (False, True))
+    dense, routed = known.dense, known.routed
     assert dense
     assert routed
     assert len(dense) + len(routed) == len(known.entries)
@@ -249,7 +249,7 @@ def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
     known, cluster = shipped(), usual_cluster(catalog.device("h800-80gb"), 64)
     dense = match_stack("megatron", cluster, known)
     routed = match_stack("megatron", cluster, known, experts=True)
-    measured = {entry.stack for entry in known.of(experts=True) if entry.rows_time}
+    measured = {entry.stack for entry in known.routed if entry.rows_time}
     assert (
         str(MeasuredAs.of(dense).with_experts()) not in measured
     )  # the nearest dense one says nothing of experts

@@ -47,7 +47,7 @@ from tests.page.serving import serving
 from tests.search.asking import SHIPPED, ask
 from tests.specs import run_spec
 
-MEASURED = sorted({entry.stack for entry in SHIPPED.of(experts=False)})
+MEASURED = sorted({entry.stack for entry in SHIPPED.dense})
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "mpt-7b", "mpt-30b", "qwen3-8b", "gemma-2-9b",
           "llama-3.1-70b")  # fmt: skip
 ROUTED = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b")

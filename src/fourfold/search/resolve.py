@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,20 +41,12 @@ def resolve(
     """Return the engine that a name stands for on a cluster, with its coefficients; those of models
     with `experts`, or of others. Raises UserError for a name that stands for no engine."""
     name = match_stack(stack, cluster, calibration, experts=experts)
-    entry, no_rows = entry_for(calibration, name, cluster, experts=experts)
-    return Resolved(
-        stack=name,
-        cluster=cluster,
-        calibration=calibration.name,
-        entry=entry,
-        no_rows=no_rows,
-        like=twin(calibration, entry.stack, cluster),
-    )
+    return _priced(name, cluster, calibration, experts=experts)
 
 
 def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     """Return the engine with most measured runs on the cluster, else `generic`."""
-    local = [entry for entry in calibration.of(experts=False) if entry.cluster == cluster.name]
+    local = [entry for entry in calibration.dense if entry.cluster == cluster.name]
     if not local:
         return "generic"
     return max(local, key=lambda entry: (entry.rows_time, entry.stack)).stack
@@ -69,10 +62,9 @@ def match_stack(
     if stack in calibration.by_stack:
         return stack
     dated = f"{stack}-"
-    dense = calibration.of(experts=False)
-    named = [entry for entry in dense if entry.rows_time and entry.stack.startswith(dated)]
+    named = [e for e in calibration.dense if e.rows_time and e.stack.startswith(dated)]
     if experts:
-        routed = [entry for entry in calibration.of(experts=True) if entry.rows_time]
+        routed = [entry for entry in calibration.routed if entry.rows_time]
         engines = {MeasuredAs.of(entry.stack).engine for entry in routed}
         named = [entry for entry in named if MeasuredAs.of(entry.stack).engine in engines] or named
         named = named or [entry for entry in routed if entry.stack.startswith(dated)]
@@ -81,8 +73,12 @@ def match_stack(
     generation = generation_of(cluster.device) if cluster else ""
     names = {entry.stack for entry in named}
     years = {name: MeasuredAs.of(name).year or 0 for name in names}
-    local = {(name, cluster.name) for name in names} if cluster else set()
-    local |= {(name, twin(calibration, name, cluster)) for name in names} if cluster else set()
+    places = _places(cluster, MeasuredAs.of(named[0].stack)) if cluster else {"": ""}
+    local = {
+        (name, at)
+        for name in names
+        for at in (next(iter(places)), _most_measured(calibration.by_stack[name], places))
+    }
 
     def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
         is_local = (entry.stack, entry.cluster) in local
@@ -136,11 +132,20 @@ def entry_for(
 ) -> tuple[FittedStack, str]:
     """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
     model with `experts` or of others."""
-    stack = str(MeasuredAs.of(stack).with_experts()) if experts else stack
-    like = twin(calibration, stack, cluster) or cluster.name
+    priced = _priced(stack, cluster, calibration, experts=experts)
+    return priced.entry, priced.no_rows
+
+
+def _priced(
+    name: str, cluster: Cluster, calibration: Calibration, *, experts: bool = False
+) -> Resolved:
+    """Return an engine by its full name with its coefficients on a cluster."""
+    stack = str(MeasuredAs.of(name).with_experts()) if experts else name
+    places = _places(cluster, MeasuredAs.of(stack))
+    like = _most_measured(calibration.by_stack.get(stack, {}), places)
     generation = generation_of(cluster.device)
-    entry, why = calibration.entry(stack, MeasuredAs.of(stack).place(like), generation)
-    if like != cluster.name and not why:
+    entry, why = calibration.entry(stack, places[like or cluster.name], generation)
+    if like and not why:
         entry = replace(entry, basis="near")
     own = gpu_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
@@ -155,15 +160,29 @@ def entry_for(
     if cluster.device.id.startswith("cpu"):
         # No CUDA context, no communicator buffers: only tensors count there.
         entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})
-    return entry, why
+    return Resolved(
+        stack=name,
+        cluster=cluster,
+        calibration=calibration.name,
+        entry=entry,
+        no_rows=why,
+        like=like,
+    )
 
 
-def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
-    """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
-    were measured; '' where there is none, or runs of this very cluster are known."""
-    measured = {e.cluster: e.rows_time for e in calibration.by_stack.get(stack, {}).values()}
-    alike = () if MeasuredAs.of(stack).place(cluster.name) in measured else _alike(cluster)
-    rows = {name: measured.get(MeasuredAs.of(stack).place(name), 0) for name in alike}
+def _places(cluster: Cluster, runs: MeasuredAs) -> dict[str, str]:
+    """Return the cluster and those of the catalogue that are like it, by name, with the place where
+    such runs on it are kept."""
+    return {name: runs.place(name) for name in (cluster.name, *_alike(cluster))}
+
+
+def _most_measured(entries: Mapping[str, FittedStack], places: Mapping[str, str]) -> str:
+    """Return the place after the first with most runs among the entries of one engine, by cluster;
+    '' where it has runs at the first itself, or at none of them."""
+    own, *alike = places
+    if places[own] in entries:
+        return ""
+    rows = {name: entries[places[name]].rows_time for name in alike if places[name] in entries}
     return max(filter(rows.get, rows), key=lambda name: rows[name], default="")
 
 
@@ -192,7 +211,7 @@ def _same_machines(one: Cluster, other: Cluster) -> bool:
 def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
     """Rows by choice: of the entry, or of all entries where it is a blend of them; a kind of
     sharding must be one that the engine itself is run with."""
-    total, dense = dict(entry.counts), calibration.of(experts=False)
+    total, dense = dict(entry.counts), calibration.dense
     if not (entry.counts or entry.rows_time):
         for known in dense:
             for name, count in known.counts.items():

@@ -88,15 +88,20 @@ def model(name: str) -> ModelShape:
         return _model_file(name)
     key = name.lower()
     for family in FAMILIES:  # a family's file is read only if those before it lack the name
-        preset = data(f"models/{family}.toml")["models"].get(key)
-        if preset is not None:
-            return shape(family, name=key, **preset)
+        if key in data(f"models/{family}.toml")["models"]:
+            return _preset(family, key)
     if os.path.isfile(os.path.join(name, "config.json")):
         return _model_file(name)
     listed = "'fourfold models' lists them; the path of a config.json works too"
     near = _near_models(key)
     hint = f"{near} ({listed})" if near else listed
     raise UserError("unknown model", field="model", value=name, hint=hint)
+
+
+@functools.cache
+def _preset(family: str, name: str) -> ModelShape:
+    """Return a preset, which is read once in a process."""
+    return shape(family, name=name, **data(f"models/{family}.toml")["models"][name])
 
 
 def _near_models(name: str) -> str:

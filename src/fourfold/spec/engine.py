@@ -320,7 +320,7 @@ _YEAR = re.compile(r"20\d\d|(?<=-)v?2\d(?=\.\d\d)")
 _EXPERTS = " with experts"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeasuredAs:
     """What runs were measured as: an engine, the date or number of its release ('2024', '2022b',
     '26.04'; '' where it is not named), and whether their models have experts."""
@@ -340,11 +340,11 @@ class MeasuredAs:
     def __str__(self) -> str:
         return self.stack + _EXPERTS * self.experts
 
-    @property
+    @functools.cached_property
     def stack(self) -> str:
         return f"{self.engine}-{self.date}" if self.date else self.engine
 
-    @property
+    @functools.cached_property
     def year(self) -> int | None:
         return _year(f"-{self.date}")
 
@@ -414,6 +414,7 @@ def is_known(stack: str) -> bool:
     return bool(_known_name(MeasuredAs.of(stack.lower()).engine))
 
 
+@functools.lru_cache(maxsize=1024)
 def spelt(stack: str) -> str:
     """An engine's name as it is here: 'Megatron_LM' is 'megatron-lm', and one that people call
     otherwise (`called` in its file: 'mcore') has its own."""

@@ -20,7 +20,10 @@ def windowed(model: ModelShape, seq_len: int) -> bool:
 
 def without_idle_window(model: ModelShape, seq_len: int) -> ModelShape:
     """A window at least as long as the sequence changes nothing: no engine has to know of it."""
-    return model if windowed(model, seq_len) else replace(model, window=None, mixers=None)
+    has_none = model.window is None and model.mixers is None
+    if has_none or windowed(model, seq_len):
+        return model
+    return replace(model, window=None, mixers=None)
 
 
 def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:

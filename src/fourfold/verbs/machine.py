@@ -45,7 +45,7 @@ def known_cluster(cluster: str | Cluster, gpus: int = 0) -> Cluster:
     """By name, with as many machines as `gpus` need; one that is described is as large as that."""
     if not isinstance(cluster, str):
         return cluster
-    measured = {entry.cluster for entry in calibrations.shipped().of(experts=False)}
+    measured = calibrations.shipped().clusters
     if cluster.lower() in measured - {*catalog.cluster_names()}:
         rule = "has measured runs, but its machines are not described"
         hint = "use --gpu ID with --gpus N, or describe it with 'fourfold clusters new'"

@@ -176,7 +176,7 @@ def _engines_to_try(
     whose rules allow the model and what is decided, ours last."""
     if request.stack or request.export:
         return [_implied_stack(request)]
-    if any(entry.cluster == cluster.name for entry in known.of(experts=False)):
+    if cluster.name in known.clusters:
         return [default_stack(cluster, known)]
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
     engines = []
@@ -246,15 +246,16 @@ def _require_runnable(
         device=engine.cluster.device,
         runs=False,
     )
+    model = without_idle_window(model, batch.seq_len)
     # Experts are priced for engines whose settings of them are not written.
     is_written = bool(runner) and (request.export is not None or model.moe is None)
     if is_written:
-        exports.check(runner, without_idle_window(model, batch.seq_len))
+        exports.check(runner, model)
     for refusal in certain_refusals(model, batch, policy, target):
         raise refusal.error
     if is_written:
         setup = Setup(
-            model=without_idle_window(model, batch.seq_len),
+            model=model,
             layout=Layout(),
             batch=replace(batch, micro_batch=1),
             policy=replace(policy, schedule="1f1b", virtual_stages=1),  # one rank has no pipeline

@@ -142,16 +142,20 @@ class Calibration:
         """The same names without a year and what follows it."""
         return frozenset(re.split(r"-20[0-9][0-9]", name)[0] for name in self.engines)
 
-    def of(self, *, experts: bool) -> tuple[FittedStack, ...]:
-        """Return the entries of models with experts, or those of dense models."""
-        return self._split[experts]
+    @cached_property
+    def dense(self) -> tuple[FittedStack, ...]:
+        """Entries that runs of models without experts taught."""
+        return tuple(entry for entry in self.entries if not MeasuredAs.of(entry.stack).experts)
 
     @cached_property
-    def _split(self) -> dict[bool, tuple[FittedStack, ...]]:
-        parts: dict[bool, list[FittedStack]] = {True: [], False: []}
-        for entry in self.entries:
-            parts[MeasuredAs.of(entry.stack).experts].append(entry)
-        return {experts: tuple(entries) for experts, entries in parts.items()}
+    def routed(self) -> tuple[FittedStack, ...]:
+        """Entries that runs of models with experts taught."""
+        return tuple(entry for entry in self.entries if MeasuredAs.of(entry.stack).experts)
+
+    @cached_property
+    def clusters(self) -> frozenset[str]:
+        """Clusters on which models without experts were measured."""
+        return frozenset(entry.cluster for entry in self.dense)
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
@@ -160,7 +164,8 @@ class Calibration:
             return own, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
         family = MeasuredAs.of(stack).engine
-        kin = [entry for entry in self.of(experts=MeasuredAs.of(stack).experts) if entry.rows_time]
+        like = self.routed if MeasuredAs.of(stack).experts else self.dense
+        kin = [entry for entry in like if entry.rows_time]
         elsewhere = [e for e in kin if MeasuredAs.of(e.stack).engine == family != ""]
         alike = any(e.generation == generation for e in kin)
         wide = replace(

@@ -35,7 +35,7 @@ def unbuilt_choices(c: RuleCase) -> dict[str, Truth]:
     A format that was asked for is refused where another one would run (spec/policy.py): gradients
     of zero2 and zero3 are kept in the weights' format, copies are summed in that of gradients.
     """
-    policy, dtypes = c.policy, c.policy.dtypes
+    policy, dtypes = c.policy, c.dtypes
     shards = 1 + (c.shard * c.cp - 1) * (c.zero > 0)
     other_grad = policy.grad_dtype not in (None, dtypes.param)
     other_sum = policy.reduce_dtype not in (None, dtypes.grad)
@@ -60,7 +60,7 @@ def _unbuilt_words(c: RuleCase) -> Words:
 
 
 def _any_size(c: RuleCase, is_broken: Callable[[int], Truth]) -> Truth:
-    return any_of(is_broken(size) for size in c.batch_sizes)
+    return any_of([is_broken(size) for size in c.batch_sizes])
 
 
 def micro_count(c: RuleCase, size: int) -> Whole:
@@ -118,9 +118,9 @@ def _zero_bubble_words(what: str, hint: str) -> Callable[[RuleCase], Words]:
 
 def _fp8_sizes(c: RuleCase) -> Truth:
     """Asked only where everything can be cut at all."""
-    if c.policy.dtypes.compute != "fp8":
+    if c.dtypes.compute != "fp8":
         return False
-    odd = any_of(side % c.stack.fp8_multiple != 0 for side in fp8_sides(c).values())
+    odd = any_of([side % c.stack.fp8_multiple != 0 for side in fp8_sides(c).values()])
     return odd & tp_divides(c)
 
 
@@ -205,7 +205,7 @@ RULES = (
     Rule("fp8-sizes", _fp8_sizes, _fp8_sizes_words),
     Rule(
         "fp8-zero-bubble",
-        lambda c: c.splits_backward & (c.policy.dtypes.compute == "fp8" and not c.stack.splits_fp8),
+        lambda c: c.splits_backward & (c.dtypes.compute == "fp8" and not c.stack.splits_fp8),
         _zero_bubble_words("fp8 does", "precision = bf16"),
     ),
     Rule(

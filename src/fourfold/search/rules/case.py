@@ -6,7 +6,7 @@ parentheses, never by `and`, `or`, `not`. `words` is for one run only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import attrgetter, or_
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fourfold.spec.cluster import Device
 from fourfold.spec.engine import EngineRules
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
+from fourfold.spec.policy import Dtypes, Policy
 from fourfold.spec.words import CP_KINDS, SCHEDULES
 
 ULYSSES = CP_KINDS.index("ulysses")
@@ -57,21 +57,20 @@ class RuleCase:
     ep: Whole = 1
     etp: Whole = 1
     dp: Whole = field(init=False)
+    dtypes: Dtypes = field(init=False)
+    is_looped: Truth = field(init=False)  # the schedule has several chunks a rank
+    splits_backward: Truth = field(init=False)
 
     def __post_init__(self) -> None:
+        in_halves = self.schedule == ZERO_BUBBLE
         object.__setattr__(self, "dp", self.replicate * self.shard)
+        object.__setattr__(self, "dtypes", self.policy.dtypes)
+        object.__setattr__(self, "is_looped", (self.schedule == INTERLEAVED) | in_halves)
+        object.__setattr__(self, "splits_backward", in_halves & (self.pp > 1))
 
     def with_columns(self, columns: Mapping[str, Any]) -> RuleCase:
         """The same question about many runs: fields by name as columns."""
         return replace(self, **columns)
-
-    @property
-    def is_looped(self) -> Truth:
-        return (self.schedule == INTERLEAVED) | (self.schedule == ZERO_BUBBLE)
-
-    @property
-    def splits_backward(self) -> Truth:
-        return (self.schedule == ZERO_BUBBLE) & (self.pp > 1)
 
 
 class Rule(NamedTuple):
@@ -82,13 +81,14 @@ class Rule(NamedTuple):
     words: Callable[[RuleCase], Words]
 
 
-def any_of(truths: Iterable[Truth]) -> Truth:
+def any_of(truths: Collection[Truth]) -> Truth:
+    """Return whether one of them holds, column by column."""
     return reduce(or_, truths, False)
 
 
 def outside(index: Whole, names: Sequence[object], allowed: Sequence[object]) -> Truth:
     """Whether the choice at `index` of `names` is not among the allowed ones."""
-    return any_of(index == place for place, name in enumerate(names) if name not in allowed)
+    return any_of([index == place for place, name in enumerate(names) if name not in allowed])
 
 
 def choice(c: RuleCase, field: str, value: object, allowed: tuple[object, ...]) -> Words:

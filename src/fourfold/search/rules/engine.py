@@ -49,7 +49,7 @@ def _family_words(c: RuleCase) -> Words:
 
 def _device_precision(c: RuleCase) -> Truth:
     """Formats of 8 and 4 bits need tensor cores; wider ones run everywhere, if slowly."""
-    unit = c.policy.dtypes.compute
+    unit = c.dtypes.compute
     if c.device is None or unit not in ("fp8", "fp4"):
         return False
     return getattr(c.device.peak_flops_per_s, unit) is None
@@ -57,7 +57,7 @@ def _device_precision(c: RuleCase) -> Truth:
 
 def _device_precision_words(c: RuleCase) -> Words:
     assert c.device is not None
-    rule = f"needs {c.policy.dtypes.compute.upper()} tensor cores: {c.device.id} has none"
+    rule = f"needs {c.dtypes.compute.upper()} tensor cores: {c.device.id} has none"
     return "policy.precision", c.policy.precision, rule, "use precision = bf16"
 
 
@@ -69,13 +69,13 @@ def _device_scales(c: RuleCase, kind: str) -> bool:
 
 def _scalings(c: RuleCase) -> tuple[str, ...]:
     """Return the scalings of the engine that the GPU has, for products in fp8; else auto alone."""
-    if c.policy.dtypes.compute != "fp8":
+    if c.dtypes.compute != "fp8":
         return ("auto",)
     return ("auto", *(kind for kind in c.stack.scalings if _device_scales(c, kind)))
 
 
 def _scaling_words(c: RuleCase) -> Words:
-    kind, compute = c.policy.scaling, c.policy.dtypes.compute
+    kind, compute = c.policy.scaling, c.dtypes.compute
     if compute != "fp8":
         rule = f"has no effect on products in {compute}"
         return "policy.scaling", kind, rule, "use auto, or precision = fp8"
@@ -92,7 +92,7 @@ def _lacking(c: RuleCase) -> dict[str, Whole]:
 
 
 def _axis(c: RuleCase) -> Truth:
-    missing = any_of(size > 1 for size in _lacking(c).values())
+    missing = any_of([size > 1 for size in _lacking(c).values()])
     return missing | ((c.pp > 1) & (c.model.family in c.stack.whole_families))
 
 

@@ -122,10 +122,10 @@ def _overlap_needs(c: RuleCase) -> Iterator[tuple[Truth, str]]:
     elif c.overlap == "combined-1f1b" and c.stack.overlap_in_1f1b:
         yield c.ep == 1, "ep above 1"
         yield (c.pp > 1) & (c.virtual_stages == 1), "virtual stages in a pipeline"
-        recomputes = any_of(c.recompute == kind for kind in _RECOMPUTES_EXCHANGE)
+        recomputes = any_of([c.recompute == kind for kind in _RECOMPUTES_EXCHANGE])
         yield recomputes, "recompute of none, selective or moe-act"
         yield c.dispatcher in ("local", "allgather"), "a dispatcher other than allgather"
-        yield c.policy.dtypes.compute == "fp32", "products in 16 bits or fewer"
+        yield c.dtypes.compute == "fp32", "products in 16 bits or fewer"
         if further := c.model.mtp or 0:
             yield further > 1, "one layer of multi-token prediction at most"
             yield c.pp == 1, "a pipeline for its layer of multi-token prediction"
@@ -136,7 +136,7 @@ def _overlap(c: RuleCase) -> Truth:
         return False
     if c.overlap not in c.stack.overlaps:
         return True
-    return any_of(is_missing for is_missing, _ in _overlap_needs(c))
+    return any_of([is_missing for is_missing, _ in _overlap_needs(c)])
 
 
 def _overlap_words(c: RuleCase) -> Words:
@@ -154,7 +154,7 @@ def _graph_needs(c: RuleCase) -> Iterator[tuple[bool, str]]:
     """Yield what a step as one CUDA graph needs in every layout: (whether it is missing, words)."""
     yield len(c.batch_sizes) > 1, "one global batch size"
     if c.model.moe is not None:
-        compute = c.policy.dtypes.compute
+        compute = c.dtypes.compute
         is_narrow = compute == "fp4" or (compute == "fp8" and c.policy.scaling_kind == "mx")
         yield not is_narrow, "precision = mxfp8 or fp4"
         yield c.dispatcher != "hybridep", "dispatcher = hybridep"
