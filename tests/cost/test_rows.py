@@ -118,6 +118,21 @@ def test_row_says_which_habits_of_its_stack_blank_cells_took(cells, said) -> Non
     assert parse(table(published("llama-3.1-8b", **cells))).reasons == [said]
 
 
+@pytest.mark.parametrize(
+    ("stack", "cell", "said"),
+    [
+        ("megatron-bridge-2026", "", ["dispatcher all-to-all"]),
+        ("megatron-bridge-2026", "hybridep", []),
+        ("deepspeed", "", []),  # which has none
+    ],
+)
+def test_row_with_experts_says_which_dispatcher_a_blank_cell_took(stack, cell, said) -> None:
+    rows = parse(table(published("qwen3-30b-a3b", stack=stack, dispatcher=cell)))
+    words = rows.reasons[0].partition(":")[0].split(", ")
+    assert rows.usable[0]
+    assert [word for word in words if word.startswith("dispatcher")] == said
+
+
 def test_row_with_an_nvlink_domain_has_it_apart_from_its_nodes() -> None:
     cells = {"stack": "nemo-2025", "cluster": "", "gpus_per_node": 4, "hardware": "gb200"}
     for domain, expected in (("", 72.0), (8, 8.0), (36, 36.0)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fourfold.cost.dispatch import DISPATCHERS
+from fourfold.cost.dispatch import DISPATCHERS, KINDS
 from fourfold.cost.experts import further
 from fourfold.cost.run import gradient_bytes, has_newer_flash
 from fourfold.cost.table.cells import Cells, number
@@ -234,6 +234,9 @@ def _habits(cells: Cells, policy: Policy, usual: EngineHabits) -> list[str]:
         said.append(f"gradients {held}" if wire == held else f"gradients {held}, reduced in {wire}")
     if not cells["optimizer_dtype"] and policy.dtypes.optimizer != "fp32":
         said.append(f"moments {policy.dtypes.optimizer}")
+    sends = policy.dispatcher in engine_of(stack).rules.dispatchers
+    if sends and not cells["dispatcher"] and cells.size("experts"):
+        said.append(f"dispatcher {KINDS[policy.dispatcher].title}")
     if not cells["cuda_graph"] and cells["experts"] and not _names_settings(cells):
         said += ["CUDA graphs of attention and router"] if usual.graphs_experts else []
     if not cells["overlap"]:
