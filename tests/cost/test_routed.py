@@ -129,7 +129,7 @@ def test_every_dispatcher_is_priced_and_local_ranks_send_nothing() -> None:
 
 
 ROW = {
-    "row_id": "a", "stack": "megatron-bridge-26.02", "hardware": "gb200",
+    "stack": "megatron-bridge-26.02", "hardware": "gb200",
     "cluster": "nvidia-gb200", "n_layers": "61",
     "d_model": "7168", "n_heads": "128", "n_kv_heads": "128", "d_ff": "18432", "vocab": "129280",
     "seq_len": "4096", "n_gpus": "256", "tp": "1", "pp": "4", "mbs": "1", "gbs": "4096",
@@ -142,7 +142,8 @@ ROW = {
 
 def parsed(folder: Path, *rows: dict[str, str]) -> Rows:
     lines = [",".join(SCHEMA)]
-    lines += [",".join(row.get(name, "") for name in SCHEMA) for row in rows]
+    named = [row | {"row_id": str(i)} for i, row in enumerate(rows)]
+    lines += [",".join(row.get(name, "") for name in SCHEMA) for row in named]
     (folder / "rows.csv").write_text("\n".join(lines))
     return parse(read_table(folder / "rows.csv"))
 
