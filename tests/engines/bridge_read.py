@@ -176,4 +176,4 @@ def value(config: Any, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    tell(answer)
+    tell(answer, [*STANDINS, "a GPU's properties", "config.json of the Hub"])

@@ -227,7 +227,7 @@ def main() -> None:
     reader = configured if "--whole" in sys.argv else answer
     for case in json.load(sys.stdin):
         try:
-            answers.append(reader(case))
+            answers.append(reader(case) | {"standins": STANDINS})
         except BaseException as error:  # its parser exits
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
@@ -243,7 +243,7 @@ def main() -> None:
         {"place": place, "asked": what, "options": raised_by(case, place)}
         for place, (what, case) in asks.items()
     ]
-    json.dump({"answers": answers, "standins": STANDINS, "asked": told}, sys.stdout)
+    json.dump({"answers": answers, "asked": told}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -236,6 +236,19 @@ def exports_of(text: str) -> dict[str, str]:
     }
 
 
+def verdict(engine: str, count: int, by: str, answers: Sequence[dict[str, Any]],
+            left: Sequence[str] = ()) -> str:  # fmt: skip
+    """Which release took how many exports, by what of its own; what was stood in for, and what is
+    `left` because a stand-in answers for it."""
+    name = VENVS.get(engine, engine)
+    pins = (ROOT / "scripts" / "engines.txt").read_text().splitlines()
+    release = next(line for line in pins if line.startswith(f"{name}: ")).partition(": ")[2]
+    standins = sorted({one for answer in answers for one in answer["standins"]})
+    text = f"\n{release}: {count} exports accepted by {by}; stood in for: {', '.join(standins)}"
+    rest = f"; not shown to start, as a stand-in answers for them: {', '.join(left)}"
+    return text + (rest if left else "")
+
+
 READERS = {
     "megatron": "megatron_args.py",
     "megatron-0.18": "megatron_args.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -31,11 +31,12 @@ def whole(**configs: Any) -> dict[str, Any]:
     }
 
 
-def tell(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def tell(answer: Callable[[dict[str, Any]], dict[str, Any]], standins: Iterable[str]) -> None:
+    """`standins`: what is not there, and is stood in for."""
     answers = []
     for case in json.load(sys.stdin):
         try:
-            answers.append(answer(case))
+            answers.append(answer(case) | {"standins": [*standins]})
         except BaseException as error:  # torchtitan's parser exits
             answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
     json.dump(answers, sys.stdout)

@@ -26,7 +26,7 @@ from fourfold.spec.hf.written import config_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from tests.engines.sampled import asked, sampled
+from tests.engines.sampled import asked, sampled, verdict
 
 SAMPLES = Path(__file__).parent.parent / "samples" / "configs"
 TABLES = catalog.data(os.path.join(FOLDER, "megatron_bridge", "recipes.toml"))
@@ -262,15 +262,14 @@ def words_of(one: Setup) -> str:
     return f"{one.model.name} {one.layout} mbs {one.batch.micro_batch} {policy}"
 
 
-def compare(setups: list[Setup], folder: Path) -> set[str]:
+def compare(setups: list[Setup], folder: Path) -> tuple[set[str], str]:
     """Require that each is accepted and ends as it was exported; return what was asked of
-    Transformer Engine."""
+    Transformer Engine, and the verdict."""
     cases = [case(one, folder / str(place)) for place, one in enumerate(setups)]
     wrong, left = [], set()
     plain = of_megatron(setups, folder / "flags")
-    for one, made, answer, flags in zip(
-        setups, cases, asked("megatron-bridge", cases, folder), plain, strict=True
-    ):
+    answers = asked("megatron-bridge", cases, folder)
+    for one, made, answer, flags in zip(setups, cases, answers, plain, strict=True):
         if "error" in answer:
             wrong.append((words_of(one), answer["error"]))
             continue
@@ -280,11 +279,15 @@ def compare(setups: list[Setup], folder: Path) -> set[str]:
         if odd or answer["dp"] != one.layout.dp:
             wrong.append((words_of(one), odd))
     assert not wrong, f"{len(wrong)} of {len(setups)}: " + "\n".join(map(str, wrong))
-    return left
+    by = "its recipes and container, as Megatron-LM's configuration of the same plan"
+    unproved = sorted({LEFT_TO_TE.get(one, one) for one in left})
+    return left, verdict("megatron-bridge", len(setups), by, answers, unproved)
 
 
 @pytest.mark.parametrize("count", [28, pytest.param(200, marks=pytest.mark.slow)])
-def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path) -> None:
+def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path, capsys) -> None:
     models = tuple(catalog.model(name) for name in RECIPES)
-    left = compare(sampled("megatron-bridge", count, models) + stated(), tmp_path)
+    left, said = compare(sampled("megatron-bridge", count, models) + stated(), tmp_path)
     assert left <= {*LEFT_TO_TE}
+    with capsys.disabled():
+        print(said)

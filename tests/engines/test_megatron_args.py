@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.spec.engine import EXPORTS
 from tests.engines.megatron_plans import KINDS, case_of, expected_values, exported
-from tests.engines.sampled import asked
+from tests.engines.sampled import asked, verdict
 
 PLANS = 20
 # Options whose check asks Transformer Engine for a version or a kernel.
@@ -45,13 +45,9 @@ def test_plans_are_accepted_and_read_back_equal(release: str, tmp_path: Path, ca
         option for one in told["asked"] if one["asked"] != "GPU" for option in one["options"]
     }
     assert unproved <= BY_TRANSFORMER_ENGINE, told["asked"]
-    version = next(line for line in PINS.splitlines() if line.startswith(f"{release}: "))
+    by = f"its parse_args and validate_args ({', '.join(KINDS)})"
     with capsys.disabled():
-        print(
-            f"\n{version.partition(': ')[2]}: {len(plans)} plans ({', '.join(KINDS)}) accepted by"
-            f" its parse_args and validate_args; stood in for: {', '.join(told['standins'])};"
-            f" not shown to start, as a stand-in answers for them: {', '.join(sorted(unproved))}"
-        )
+        print(verdict(release, len(plans), by, told["answers"], sorted(unproved)))
 
 
 def test_the_export_names_the_newest_release_that_is_tested() -> None:
