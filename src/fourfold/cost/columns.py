@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fourfold.cost.dispatch import DISPATCHERS
+from fourfold.spec.layers import LayerRun
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
+Sequences = tuple[tuple[LayerRun, ...], ...]
 Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
 BY_COST = 2.0  # `balanced` of our engine
 # Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
@@ -36,13 +38,14 @@ class Columns:
     tied: Annotated[Floats, 0]
     gated: Annotated[Floats, 1]
     window: Annotated[Floats, 0]  # tokens that a sliding window looks back; 0: none
-    local: Annotated[Floats, 0]  # share of layers with that window, 0..1
+    local: Annotated[Floats, 0]  # share of these layers with that window, 0..1
+    sequence: Annotated[Floats, 0]  # the kind of each layer: index in `sequences`
     values: Floats  # heads x size of a head's values; equals width but in latent attention
     latent: Annotated[Floats, 0]  # numbers a token's keys and values come from; 0: plain attention
     q_latent: Annotated[Floats, 0]  # ... and its queries; 0: from the hidden state
     shared_key: Annotated[Floats, 0]  # channels of a latent key that all heads share
     mtp: Annotated[Floats, 0]  # layers that predict further tokens, counted among `layers`
-    # experts: of `routed` layers (their share, 0..1), each `expert_ffn` wide; shared ones in all
+    # experts: of `routed` of these layers (their share), each `expert_ffn` wide; shared ones in all
     experts: Annotated[Floats, 0]
     top_k: Annotated[Floats, 0]
     expert_ffn: Annotated[Floats, 0]
@@ -136,6 +139,8 @@ class Columns:
     net_open: Annotated[Floats, 0]  # 1: nobody stated the network; `net` is a usual one
     slow: Annotated[Floats, 0]  # 1: the network was in its slow state
     capacity: Floats  # bytes of device memory
+    # of the models that these runs are of; none: all stages are as the mean
+    sequences: Sequences = ()
 
     def __len__(self) -> int:
         return int(self.layers.shape[0])
@@ -213,9 +218,11 @@ class Columns:
         return self.seq - self.local * (self.seq - near)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
-        return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        rows = {name: getattr(self, name)[index] for name in NAMES}
+        return Columns(**rows, sequences=self.sequences)
 
 
+NAMES = tuple(field.name for field in fields(Columns) if field.name != "sequences")
 DEFAULTS: dict[str, float] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(Columns, include_extras=True).items()
@@ -223,7 +230,7 @@ DEFAULTS: dict[str, float] = {
 }
 
 
-def columns(n: int | None, **facts: ArrayLike) -> Columns:
+def columns(n: int | None, sequences: Sequences = (), /, **facts: ArrayLike) -> Columns:
     """Columns of n runs; scalars are repeated, missing facts take DEFAULTS or what is set below.
     None: facts keep their own shapes, which broadcast against each other, as of an open mesh."""
     full = {
@@ -239,10 +246,16 @@ def columns(n: int | None, **facts: ArrayLike) -> Columns:
     full.setdefault("domain", full["node"])
     full.setdefault("peak_low", full["peak"])
     full.setdefault("clock", np.ones_like(full["peak"]))
-    return Columns(**full)
+    return Columns(**full, sequences=sequences)
 
 
 def joined(parts: list[Columns]) -> Columns:
-    return Columns(
-        **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)}
-    )
+    rows = {name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES}
+    sequences = tuple(dict.fromkeys(sequence for part in parts for sequence in part.sequences))
+    own = [
+        np.array([sequences.index(sequence) for sequence in part.sequences] or [0], np.intp)
+        for part in parts
+    ]
+    index = zip(own, (part.sequence.astype(np.intp) for part in parts), strict=True)
+    rows["sequence"] = np.concatenate([places[of_run] for places, of_run in index]).astype(float)
+    return Columns(**rows, sequences=sequences)

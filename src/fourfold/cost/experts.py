@@ -11,6 +11,7 @@ import numpy as np
 from fourfold.cost.dispatch import DISPATCHERS, dispatcher_of
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.engine import engine_of
+from fourfold.spec.layers import LayerRun
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -53,14 +54,16 @@ def imbalance(model: ModelShape, policy: Policy) -> float:
     return min(by_loss, BALANCED) if model.moe.choice_bias else by_loss
 
 
-def further(model: ModelShape) -> dict[str, float]:
+def further(model: ModelShape) -> dict[str, Any]:
     """Layers that predict further tokens, where an engine trains them: each as one more, with
     experts, on the last stage's side, and logits of its own."""
     if not model.mtp:
         return {}
     layers = model.layers + model.mtp
     routed = (model.count_layers("experts") + model.mtp) / layers if model.moe else 0.0
-    return {"mtp": model.mtp, "layers": layers, "routed": routed}
+    more = LayerRun(model.layer_runs[-1].kind, model.mtp)
+    runs = (*model.layer_runs, more)
+    return {"mtp": model.mtp, "layers": layers, "routed": routed, "layer_runs": runs}
 
 
 def run_facts(

@@ -113,7 +113,7 @@ def _ends(c: Columns, found: OneRankResult) -> tuple[bool, bool]:
 def _alike(c: Columns, found: OneRankResult) -> Columns:
     """A model all of whose stages have as many layers."""
     none = np.zeros_like(c.pp)
-    return replace(c, layers=found.layers * c.pp, balanced=none, even_stages=none)
+    return replace(c, layers=found.layers * c.pp, balanced=none, even_stages=none, sequences=())
 
 
 def _peak_bytes(c: Columns, found: OneRankResult) -> float:
@@ -125,4 +125,4 @@ def _peak_bytes(c: Columns, found: OneRankResult) -> float:
     between = usual.flight + 1.0 - found.stage  # of the stages between, each has one less
     flight = usual.flight if is_first or is_last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + found.layers, flight=flight)
-    return of_one(stage_peak(c, layer_bytes(c), own, micros).total)
+    return of_one(stage_peak(c, layer_bytes(replace(c, routed=own.routed)), own, micros).total)

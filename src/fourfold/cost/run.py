@@ -207,6 +207,7 @@ def run_facts(
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
     return {
         **model_facts(spec.model),
+        "layer_runs": spec.model.layer_runs,
         **machine_facts(cluster, spec.policy.dtypes.compute),
         **policy_facts(spec.policy, stack, cluster.device),
         **format_facts(spec.policy, stack, generation_of(cluster.device)),
@@ -245,9 +246,12 @@ def _recompute_facts(spec: RunSpec, run: Mapping[str, Any]) -> dict[str, Any]:
 
 def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Columns:
     facts = [run_facts(spec, cluster, stack) for spec in specs]
+    runs = [fact.pop("layer_runs") for fact in facts]
+    sequences = tuple(dict.fromkeys(runs))
     names = {name: None for fact in facts for name in fact}
     values = {name: [fact.get(name, DEFAULTS.get(name)) for fact in facts] for name in names}
-    return columns(len(facts), **values)
+    values["sequence"] = [sequences.index(one) for one in runs]
+    return columns(len(facts), sequences, **values)
 
 
 def varied_columns(
@@ -261,4 +265,5 @@ def varied_columns(
     """Columns of as many runs as there are points, alike but for those; `is_open`: points and facts
     keep their shapes, which broadcast."""
     facts = run_facts(spec, cluster, stack, points)
-    return columns(None if is_open else len(points["pp"]), **facts)
+    sequences = (facts.pop("layer_runs"),)
+    return columns(None if is_open else len(points["pp"]), sequences, **facts)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.kinds import KINDS
-from fourfold.cost.memory.held import beside_bytes, layer_bytes, least_state, most_state
+from fourfold.cost.memory.held import beside_bytes, least_state, most_state, stage_layer_bytes
 from fourfold.cost.memory.peak import (
     GIB,
     gathered_bytes,
@@ -95,10 +95,13 @@ def _counted(table: PointTable, coef: Coefficients) -> _Counted:
         place, way = _places(asked[first[some]])
         row, cross = first[some][place], (some[place], way)
         may_run, c = asked[row, way], table.columns(row, way)
-        one, micros, cached = layer_bytes(c), c.micros, around_bytes(c, coef)[1]
-        for i, stage in enumerate(stages(c, micros)):
+        micros, cached = c.micros, around_bytes(c, coef)[1]
+        every = stages(c, micros)
+        layers = stage_layer_bytes(c, every)
+        for i, (stage, one) in enumerate(zip(every, layers, strict=True)):
             tables = (*least[2 * i : 2 * i + 2], most[i])
-            for found, held in zip(tables, beside_bytes(c, one, stage, micros), strict=True):
+            beside = beside_bytes(c, one, stage, micros)
+            for found, held in zip(tables, beside, strict=True):
                 found[cross] = np.where(may_run, held * cached, np.inf)
 
     on_cores(fill, blocks(asked[first]))

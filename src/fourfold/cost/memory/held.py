@@ -9,13 +9,13 @@ over its operations (cost/ops), in bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.stage import Stage, Weights, embed_weights
+from fourfold.cost.memory.stage import Stage, Weights, embed_weights, of_stages
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
 from fourfold.spec.words import SCHEDULES
@@ -67,6 +67,16 @@ def layer_bytes(c: Columns) -> LayerBytes:
         split=split,
         late=late,
     )
+
+
+def stage_layer_bytes(c: Columns, every: list[Stage]) -> list[LayerBytes]:
+    """Of the mean layer of each stage."""
+    if all(stage.routed is c.routed for stage in every):
+        return [layer_bytes(c)] * len(every)
+    at = replace(c, routed=np.stack([stage.routed for stage in every]))
+    one = layer_bytes(at)
+    values = [of_stages(c, at, getattr(one, field.name)) for field in fields(LayerBytes)]
+    return [LayerBytes(*of_stage) for of_stage in zip(*values, strict=True)]
 
 
 def _input(c: Columns, op: Op) -> Floats:

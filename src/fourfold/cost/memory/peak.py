@@ -20,13 +20,19 @@ from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.interval import TWO_SIDED_80
 from fourfold.cost.kinds import KINDS
-from fourfold.cost.memory.held import kept_bytes, layer_bytes
+from fourfold.cost.memory.held import kept_bytes, stage_layer_bytes
 from fourfold.cost.memory.moments import stage_peak
-from fourfold.cost.memory.stage import around_bytes, stages
+from fourfold.cost.memory.stage import around_bytes, at_stages, of_stages, stages
 from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
 from fourfold.cost.ops.op import Sizes
-from fourfold.cost.step.pipeline import has_own_schedule, in_flight, stage_layers
+from fourfold.cost.step.pipeline import (
+    has_own_schedule,
+    in_flight,
+    is_mixed,
+    routed_shares,
+    stage_layers,
+)
 
 GIB = 2.0**30
 Params = list[Floats]  # of a rank, or bytes of one, by KINDS
@@ -122,8 +128,10 @@ def _fsdp2(c: Columns, coef: Coefficients) -> Memory:
 
 def _own_stages(c: Columns, coef: Coefficients) -> tuple[list[Floats], list[dict[str, Floats]]]:
     """(bytes, bytes by kind) of the first, the fullest middle and the last stage."""
-    one, micros, (base, cached) = layer_bytes(c), c.micros, around_bytes(c, coef)
-    peaks = [stage_peak(c, one, stage, micros) for stage in stages(c, micros)]
+    micros, (base, cached) = c.micros, around_bytes(c, coef)
+    every = stages(c, micros)
+    kept = stage_layer_bytes(c, every)
+    peaks = [stage_peak(c, one, stage, micros) for stage, one in zip(every, kept, strict=True)]
     kinds = [
         {
             "state": peak.state * cached,
@@ -170,26 +178,26 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Fl
     the fullest one between, and of the last; how the state is sharded does not enter."""
     embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
-    kept = kept_bytes(c, decoder_layer(c, c.micro), coef)
-    layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
-    # What waits for its weight gradients was recomputed before and is held whole.
-    waiting = flight.late * kept + (flight.last - flight.late) * layer_kept
-    working, loss = _working_bytes(c, kept), _loss_bytes(c, coef)
-    alone = c.pp == 1
-    ends = np.where(alone & (c.tied < 1), 2.0, 1.0) * embed
+    at = at_stages(c, routed_shares(c), np.ndim(coef["act"])) if is_mixed(c) else c
+    saved, alone, loss = saved_input_bytes(c), c.pp == 1, _loss_bytes(c, coef)
+    kept = of_stages(c, at, kept_bytes(at, decoder_layer(at, c.micro), coef))
+    weights = zip(*(of_stages(c, at, kind.on_rank(at)) for kind in KINDS.values()), strict=True)
+    layer_kept = [c.full_ckpt * saved + (1.0 - c.full_ckpt) * one for one in kept]
     held = [
-        split.first * flight.first * layer_kept,
-        split.middle * flight.second * layer_kept,
-        split.last * waiting,
+        split.first * flight.first * layer_kept[0],
+        split.middle * flight.second * layer_kept[1],
+        # What waits for its weight gradients was recomputed before and is held whole.
+        split.last * (flight.late * kept[2] + (flight.last - flight.late) * layer_kept[2]),
     ]
-    first, middle, last = (bytes_held + working for bytes_held in held)
-    held_by = zip((split.first, split.middle, split.last), (ends, 0.0, embed), strict=True)
-    dense, *others = (kind.on_rank(c) for kind in KINDS.values())
+    activations = [own + _working_bytes(c, one) for own, one in zip(held, kept, strict=True)]
+    ends = (np.where(alone & (c.tied < 1), 2.0, 1.0) * embed, 0.0, embed)
+    counts = zip((split.first, split.middle, split.last), weights, ends, strict=True)
     params = [
-        [layers * dense + end, *(layers * each for each in others)] for layers, end in held_by
+        [layers * dense + end, *(layers * each for each in others)]
+        for layers, (dense, *others), end in counts
     ]
     losses = np.where(alone, loss, 0.0), np.zeros(len(c)), loss
-    return list(zip(params, (first, middle, last), losses, strict=True))
+    return list(zip(params, activations, losses, strict=True))
 
 
 def _fitted(c: Columns, coef: Coefficients) -> Memory:

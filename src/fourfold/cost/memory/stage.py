@@ -3,14 +3,22 @@ the bytes that no tensor shows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.columns import Coefficients, Columns, Floats, Sequences
 from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.unseen import unseen_bytes
-from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
+from fourfold.cost.step.pipeline import (
+    end_shares,
+    head_layers,
+    in_flight,
+    is_mixed,
+    map_unique,
+    own_chunks,
+)
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
@@ -27,29 +35,38 @@ def around_bytes(c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
 def _shares(c: Columns) -> Floats:
     """Of the first, of the fullest other and of the last rank, as the engine cuts layers: how many,
     how many of them are computed again, and whether its top one is, the one below it, and its
-    lowest one. [3, 5, runs]"""
+    lowest one; and the share of its layers that have experts. [3, 6, runs]"""
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
     every = np.where(c.block_ckpt > 0, 0.0, every)
-    facts = (c.layers, c.pp, c.vpp, head_layers(c), every, c.block_ckpt)
-    return map_unique(facts, _on_ranks, (3, 5))
+    facts = (c.layers, c.pp, c.vpp, head_layers(c), every, c.block_ckpt, c.sequence)
+    return map_unique(facts, partial(_on_ranks, c.sequences), (3, 6))
 
 
 def _on_ranks(
-    layers: float, pp: float, vpp: float, head: float, every: float, block: float
-) -> list[tuple[int, ...]]:
+    sequences: Sequences,
+    layers: float,
+    pp: float,
+    vpp: float,
+    head: float,
+    every: float,
+    block: float,
+    sequence: float,
+) -> list[tuple[float, ...]]:
     """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
     stages, loops = int(pp), int(vpp)
     cut = own_chunks(layers, pp * vpp, head)
+    ranks = [[cut[loop * stages + rank] for loop in range(loops)] for rank in range(stages)]
     shares: list[tuple[int, ...]] = []
-    for rank in range(stages):
-        chunks = [cut[loop * stages + rank] for loop in range(loops)]
+    for chunks in ranks:
         own = [i for chunk in chunks for i in chunk]
         first = {i for chunk in chunks for i in chunk[: int(block)]}
         again = [(bool(every) and i % int(every) == 0) or i in first for i in own] or [False]
         shares.append((len(own), sum(again), again[-1], again[-2:][0], again[0]))
     # Layers that are not computed again hold many times what the others keep.
     middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0, 0, 0))
-    return [shares[0], middle, shares[-1]]
+    routed = end_shares(sequences[int(sequence)], ranks) if sequences else (0.0, 0.0, 0.0)
+    three = (shares[0], middle, shares[-1])
+    return [(*share, experts) for share, experts in zip(three, routed, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,7 @@ class Stage:
     top_again: Floats  # 1: the one whose backward comes first is
     next_again: Floats  # 1: ... and the one after that
     low_again: Floats  # 1: ... and the last one
+    routed: Floats  # share of its layers that have experts
 
 
 def stages(c: Columns, micros: Floats) -> list[Stage]:
@@ -79,10 +97,31 @@ def stages(c: Columns, micros: Floats) -> list[Stage]:
         (none, none, inner, waiting),
         (alone, one, flight.last, flight.late),
     )
+    shares = _shares(c)
+    at = at_stages(c, shares[:, 5]) if is_mixed(c) else c
+    routed = of_stages(c, at, at.routed)
     return [
-        Stage(layers, *place, *again)
-        for (layers, *again), place in zip(_shares(c), places, strict=True)
+        Stage(layers, *place, *again, routed=share)
+        for (layers, *again, _), place, share in zip(shares, places, routed, strict=True)
     ]
+
+
+def at_stages(c: Columns, routed: Floats, axes: int = 1) -> Columns:
+    """The runs as if all layers were as the mean of a stage's, on an axis of its own for the first,
+    the fullest middle and the last stage, by the shares of these that have experts. [3, runs].
+    `axes`: of the coefficients that these runs meet, before which the stages' axis comes."""
+    some = (c.routed > 0) & (c.routed < 1) & (c.pp > 1)
+    shares = np.where(some, routed, c.routed)
+    inner = (1,) * (axes + 1 - shares.ndim)
+    return replace(c, routed=shares.reshape(3, *inner, *shares.shape[1:]))
+
+
+def of_stages(c: Columns, at: Columns, value: Floats) -> tuple[Floats, Floats, Floats]:
+    """What the first, the fullest middle and the last stage have of a number that follows from
+    `at_stages`, or from the runs themselves where no stage differs."""
+    if at is c or np.ndim(value) < np.ndim(at.routed):
+        return value, value, value
+    return value[0], value[1], value[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +149,8 @@ def embed_weights(c: Columns) -> Floats:
 
 
 def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
-    each, n = [kind.on_rank(c) for kind in KINDS.values()], stage.layers
+    own = c if stage.routed is c.routed else replace(c, routed=stage.routed)
+    each, n = [kind.on_rank(own) for kind in KINDS.values()], stage.layers
     one = sum(each, np.zeros(()))
     embed = embed_weights(c)
     head = stage.last * embed

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from fourfold.cost.columns import Coefficients, Columns, columns
+from fourfold.cost.columns import Coefficients, Columns, Sequences, columns
 from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
@@ -63,7 +63,9 @@ def open_layouts(table: RowTable) -> Bools:
     return np.logical_and.reduce([blank(table, column) for column in _LAYOUT])
 
 
-def fill_layouts(draft: Draft, facts: dict[str, Floats], is_open: Bools) -> None:
+def fill_layouts(
+    draft: Draft, facts: dict[str, Floats], sequences: Sequences, is_open: Bools
+) -> None:
     """Puts the fastest layout that fits a typical engine into the facts, with recompute where that
     is open too; the fields within a layout come after it."""
     rows = np.flatnonzero(is_open)
@@ -76,7 +78,8 @@ def fill_layouts(draft: Draft, facts: dict[str, Floats], is_open: Bools) -> None
         dp = np.maximum(1.0, np.floor(here["gpus"] / (tp * pp * here["cp"])))
         axes = {"tp": tp, "pp": pp, "dp": dp, "shard": dp * here["cp"], "zero": zero}
         trials.append(axes | {"full_ckpt": np.where(free, recompute, here["full_ckpt"])})
-    best = _fastest(here, trials, _is_layout, lambda c: _cost(c, defaults(), filled=_WELL_FILLED))
+    cost = partial(_cost, coefficients=defaults(), filled=_WELL_FILLED)
+    best = _fastest(here, sequences, trials, _is_layout, cost)
     for name in axes:
         facts[name][rows] = best[name]
     for i in rows:
@@ -91,7 +94,9 @@ def _is_layout(c: Columns) -> Bools:
     return whole & (np.mod(c.heads, c.tp) == 0) & (c.pp <= c.layers) & (c.tp <= c.node)
 
 
-def fill_open(draft: Draft, facts: dict[str, Floats], is_open: dict[str, Bools]) -> None:
+def fill_open(
+    draft: Draft, facts: dict[str, Floats], sequences: Sequences, is_open: dict[str, Bools]
+) -> None:
     """Puts the best values into `facts`: field by field, the cheapest in memory first."""
     for name, open_here in is_open.items():
         rows = np.flatnonzero(open_here)
@@ -102,7 +107,7 @@ def fill_open(draft: Draft, facts: dict[str, Floats], is_open: dict[str, Bools])
             # room; virtual stages cost little memory, and the run did run.
             lean = defaults() | ({"gathered": LEAN["gathered"]} if name == "micro" else LEAN)
             cost = partial(_cost, coefficients=lean, by_time=name == "vpp")
-            facts[name][rows] = best = _fastest(here, trials, _possible, cost)[name]
+            facts[name][rows] = best = _fastest(here, sequences, trials, _possible, cost)[name]
             told = rows[(best != _TRIED[name][0]) | (name != "full_ckpt")]
             draft.assume(told, [f"{_WORDS[name]} not stated: the best that fits"])
     looped = facts["vpp"] > 1
@@ -111,6 +116,7 @@ def fill_open(draft: Draft, facts: dict[str, Floats], is_open: dict[str, Bools])
 
 def _fastest(
     here: Mapping[str, Floats],
+    sequences: Sequences,
     trials: Iterable[Mapping[str, Floats | float]],
     is_possible: Callable[[Columns], Bools],
     cost: Callable[[Columns], Floats],
@@ -118,7 +124,7 @@ def _fastest(
     """Facts of each row with those of its cheapest trial."""
     best, least = dict(here), np.full(len(here["gpus"]), np.inf)
     for trial in trials:
-        c = columns(len(least), **{**here, **trial})
+        c = columns(len(least), sequences, **{**here, **trial})
         spent = np.where(is_possible(c), cost(c), np.inf)
         for name, value in trial.items():
             best[name] = np.where(spent < least, value, best[name])

@@ -9,14 +9,14 @@ Blank policy fields take the stack's usual value, and `reasons` says that too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import DEFAULTS, Columns, columns
+from fourfold.cost.columns import DEFAULTS, NAMES, Columns, Sequences, columns
 from fourfold.cost.run import run_facts
 from fourfold.cost.table.cells import (
     MEASURED,
@@ -36,6 +36,7 @@ from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.engine import MeasuredAs, is_known, site_of
+from fourfold.spec.layers import LayerRun
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 # Fields of a run by the columns that say them.
@@ -75,19 +76,19 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
     incomplete = [i for i, cell in enumerate(table.column("status")) if cell == INCOMPLETE]
     draft.refuse(incomplete, "the run is incomplete; 'fourfold collect' names its missing fields")
     no_layout = open_layouts(table)
-    facts = _facts(draft, clusters or {}, no_layout)
+    facts, sequences = _facts(draft, clusters or {}, no_layout)
     _measured_network(table, facts)
     _check_experts(draft, facts)
-    fill_layouts(draft, facts, no_layout)
+    fill_layouts(draft, facts, sequences, no_layout)
     _check_layout(draft, facts)
     unknown = np.array(each(table.column("stack"), lambda stack: not is_known(stack)), dtype=bool)
     draft.assume(np.flatnonzero(unknown), ["stack unknown: generic habits"])
-    fill_open(draft, facts, open_fields(table, facts["pp"]))
+    fill_open(draft, facts, sequences, open_fields(table, facts["pp"]))
     usable = np.ones(table.length, dtype=bool)
     usable[list(draft.bad)] = False
     return Rows(
         table=table,
-        columns=columns(table.length, **facts),
+        columns=columns(table.length, sequences, **facts),
         usable=usable,
         reasons=draft.reasons(),
         stack=_of_experts(table, "stack", lambda name: str(MeasuredAs.of(name).with_experts())),
@@ -115,12 +116,14 @@ def _of_experts(table: RowTable, column: str, name: Callable[[str], str]) -> NDA
     return np.array([name(cell) if has else cell for cell, has in cells], dtype=str)
 
 
-def _facts(draft: Draft, clusters: Mapping[str, Cluster], no_layout: Bools) -> dict[str, Floats]:
+def _facts(
+    draft: Draft, clusters: Mapping[str, Cluster], no_layout: Bools
+) -> tuple[dict[str, Floats], Sequences]:
     table = draft.table
     beside = Draft(table)
     points = _points(beside)
-    names = [field.name for field in fields(Columns)]
-    facts = {name: np.full(table.length, float(DEFAULTS.get(name, 1.0))) for name in names}
+    facts = {name: np.full(table.length, float(DEFAULTS.get(name, 1.0))) for name in NAMES}
+    sequences: dict[tuple[LayerRun, ...], int] = {}
     said = each(table.column("note"), lambda note: tuple(vars(note_words(note)).values()))
     shared = zip(*(table.column(name) for name in _SHARED), strict=True)
     left_out = zip(*(blank(table, axis).tolist() for axis in MODEL_AXES), strict=True)
@@ -140,11 +143,13 @@ def _facts(draft: Draft, clusters: Mapping[str, Cluster], no_layout: Bools) -> d
             draft.refuse(rows, f"{_COLUMN.get(error.field, error.field)} {error.rule}")
             continue
         draft.assume(rows, cells.assumed)
-        for name, value in (mapped | run.beyond).items():
+        mapped |= run.beyond
+        mapped["sequence"] = sequences.setdefault(mapped.pop("layer_runs"), len(sequences))
+        for name, value in mapped.items():
             facts[name][rows] = value
     for row, why in beside.bad.items():  # what is wrong with the model comes first
         draft.refuse([row], why)
-    return facts
+    return facts, tuple(sequences)
 
 
 def _points(draft: Draft) -> dict[str, Floats]:
