@@ -22,6 +22,7 @@ from fourfold.spec.words import OURS
 
 RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *experts.RULES, *batch_rules.RULES)
 REASONS = tuple(rule.reason for rule in RULES)
+_ONE_RANK = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def certain_refusals(
 ) -> tuple[Refusal, ...]:
     """Return the rules that are broken in every layout: those that read no column of a search but
     the kind of recompute, which no layout changes."""
-    case = case_of(model, Layout(), batch, policy, target)
+    case = case_of(model, _ONE_RANK, batch, policy, target)
     names = [name for name in CHOSEN if name != "recompute"]
     columns = case.with_columns({name: np.full(2, getattr(case, name)) for name in names})
     certain = [rule for rule in RULES if np.ndim(broken := rule.broken(columns)) == 0 and broken]

@@ -179,13 +179,14 @@ def _engines_to_try(
     if cluster.name in known.clusters:
         return [default_stack(cluster, known)]
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
+    recompute = policy.recompute_kind
     engines = []
     for engine in EXPORTED[:-1]:
         rules = EXPORTS[engine].rules
         kinds = {"schedule": rules.schedules, "cp_kind": rules.cp_kinds,
                  "sharding": [f"zero{stage}" for stage in rules.zeros]}  # fmt: skip
         decided = {name: getattr(policy, name) for name in kinds if name in request.policy}
-        if policy.recompute_kind not in rules.recompute or model.family not in rules.families:
+        if recompute not in rules.recompute or model.family not in rules.families:
             continue
         if needed - {*rules.axes}:
             continue
@@ -290,9 +291,10 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
     if request.max_nodes is not None:
         most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
         counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
-    rule = f"exceeds the {counted(cluster.gpus, 'GPU')} of {cluster.name}"
-    hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
-    check.that(most <= cluster.gpus, "gpus", most, rule, hint)
+    if most > cluster.gpus:
+        rule = f"exceeds the {counted(cluster.gpus, 'GPU')} of {cluster.name}"
+        hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
+        raise UserError(rule, field="gpus", value=most, hint=hint)
     return counts
 
 
@@ -355,7 +357,8 @@ def _tell_engine(
     if stack != asked.strip().lower():
         name = str(MeasuredAs.of(stack).with_experts()) if experts else stack
         rows = {e.cluster: e.rows_time for e in known.by_stack.get(name, {}).values()}
-        where = ", ".join(f"{at} ({counted(count, 'run')})" for at, count in rows.items() if count)
+        runs = {at: counted(count, "run") for at, count in rows.items() if count}
+        where = ", ".join([f"{at} ({count})" for at, count in runs.items()])
         measured = f"measured on {where}" if where else "never measured with experts"
         on_event(Event(f"read as: stack {asked} = {stack}, {measured}"))
 

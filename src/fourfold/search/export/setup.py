@@ -42,6 +42,8 @@ OWN_OF_POLICY = (
 Choices = Mapping[str, tuple[object, ...]]
 # Names and values on a command line; None: a switch.
 Flags = dict[str, str | int | float | None]
+_PLAIN = Policy()
+_PLAIN_CHOICES: Choices = {f"policy.{name}": (getattr(_PLAIN, name),) for name in OWN_OF_POLICY}
 # What few engines have: a writer that has it says so in its choices.
 _RARE: Choices = {"positions.partial": (1.0,), "experts": (0,), "latent": (None,), "mtp": (None,)}
 # What an engine must find in a model that it knows only as a Llama.
@@ -192,11 +194,9 @@ def check_rules(engine: str, setup: Setup) -> None:
 
 def check_choices(engine: str, setup: Setup, choices: Choices) -> None:
     """Refuse what has no setting there, whatever the layout."""
-    plain = Policy()
-    own = {f"policy.{name}": (getattr(plain, name),) for name in OWN_OF_POLICY}
     if setup.batch.ramp and "batch.ramp" not in choices:
         raise no_setting(engine, "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
-    _check_choices(engine, "", setup, {**own, **choices})
+    _check_choices(engine, "", setup, {**_PLAIN_CHOICES, **choices})
 
 
 def _comments(package: Package, setup: Setup) -> list[str]:
