@@ -226,7 +226,7 @@ def test_rank_agreement_ignores_pairs_within_two_percent() -> None:
 )
 def test_what_cannot_be_expressed_keeps_its_line(tmp_path, change, word) -> None:
     good = golden_rows("mpt")[0]
-    rows = written(tmp_path, [good, {**good, **change}])
+    rows = written(tmp_path, [good, {**good, "row_id": "other", **change}])
     got = predict(rows, shipped())
     assert rows.usable.tolist() == [True, False]
     assert got.reasons[1].startswith("not expressible")
