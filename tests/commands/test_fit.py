@@ -48,7 +48,7 @@ def test_slower_runs_give_a_slower_machine(tmp_path: Path) -> None:
         out = str(tmp_path / f"{name}.json")
         assert main(["fit", "--runs", str(tmp_path / name), *WORDS, "--out", out]) == 0
     fast, slow = _entry(tmp_path / "fast.json"), _entry(tmp_path / "slow.json")
-    assert fast["stack"] == "fourfold"
+    assert fast["engine"] == "fourfold"
     assert fast["cluster"] == "mosaic-h100"
     assert fast["rows_time"] == slow["rows_time"] == 3
     seconds = [_predicted(tmp_path / f"{name}.json", tmp_path) for name in ("fast", "slow")]
@@ -137,6 +137,7 @@ def test_fit_then_predict_and_score_with_it(tmp_path: Path, cli: Cli) -> None:
     assert all(len(e["free_time"]) <= 6 and len(e["free_memory"]) <= 3 for e in told["entries"])
     stored = json.loads(mine.read_text())
     entry = stored["entries"][0]
+    assert (entry["engine"], entry["date"]) == ("megatron-deepspeed", "2022")
     assert entry["rows_time"] == 64
     assert entry["errors_pct"]["cv_median"] > 0
     args = ["score", str(GOLDEN / "bloom.csv"), "--calibration", str(mine)]

@@ -30,6 +30,7 @@ from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
+from fourfold.spec.engine import MeasuredAs
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -134,7 +135,7 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
 
 
 def test_a_blend_of_nothing_is_the_default() -> None:
-    entry = blend((), stack="a", cluster="b", generation="h")
+    entry = blend((), MeasuredAs("a"), cluster="b", generation="h")
     assert entry.coefficients == pytest.approx(defaults())
 
 
@@ -254,5 +255,7 @@ def test_an_unknown_cluster_is_predicted_with_the_usual_fabric(tmp_path: Path) -
 
 
 def test_entry_key() -> None:
-    entry = FittedStack(stack="a", cluster="b", generation="h", coefficients={}, informed={})
-    assert entry.key == "a|b"
+    entry = FittedStack(
+        measured_as=MeasuredAs("a", "2024"), cluster="b", generation="h", coefficients={}
+    )
+    assert entry.key == "a-2024|b"

@@ -22,6 +22,7 @@ from fourfold.search.predict import predict
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import entry_for, listed, match_stack
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.fit import fit
 from fourfold.verbs.machine import read_profile
@@ -156,7 +157,7 @@ def test_a_fit_keeps_runs_with_experts_apart_and_a_plan_finds_them(tmp_path: Pat
     assert {row["stack"]: row["with_experts"] for row in listed(routed, None)}["fourfold"] == {
         "1 x h200": 19
     }
-    other = replace(routed.entries[0], stack="megatron-lm-dev with experts")
+    other = replace(routed.entries[0], measured_as=MeasuredAs("megatron-lm-dev", experts=True))
     routed = replace(routed, entries=(other,))
     assert match_stack("megatron", H200, routed, experts=True) == "megatron-lm-dev"
     assert match_stack("megatron", H200, routed) == "megatron"  # no rates of a dense run

@@ -65,8 +65,8 @@ def match_stack(
     named = [e for e in calibration.dense if e.rows_time and e.stack.startswith(dated)]
     if experts:
         routed = [entry for entry in calibration.routed if entry.rows_time]
-        engines = {MeasuredAs.of(entry.stack).engine for entry in routed}
-        named = [entry for entry in named if MeasuredAs.of(entry.stack).engine in engines] or named
+        engines = {entry.measured_as.engine for entry in routed}
+        named = [entry for entry in named if entry.measured_as.engine in engines] or named
         named = named or [entry for entry in routed if entry.stack.startswith(dated)]
     if not named:
         return stack

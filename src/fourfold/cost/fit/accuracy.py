@@ -260,7 +260,7 @@ def _prior(tables: list[Rows], calibration: Calibration) -> tuple[FittedStack, .
     routed = all(
         MeasuredAs.of(stack).experts for rows in tables for stack in rows.stack[rows.usable]
     )
-    return tuple(e for e in calibration.entries if routed and not MeasuredAs.of(e.stack).experts)
+    return tuple(e for e in calibration.entries if routed and not e.measured_as.experts)
 
 
 def _by_kind(tables: list[Rows], known: Calibration, tell: Callable[[str], None]) -> list[Result]:

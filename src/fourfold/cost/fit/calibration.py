@@ -53,7 +53,7 @@ class FittedStack:
     `counts` the rows behind each choice (fit/interval.py); `basis` what all of it rests on.
     """
 
-    stack: str
+    measured_as: MeasuredAs
     cluster: str
     generation: str
     coefficients: dict[str, float]
@@ -66,6 +66,11 @@ class FittedStack:
     errors_pct: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     basis: Provenance = "measured"
+
+    @property
+    def stack(self) -> str:
+        """The engine's full name."""
+        return str(self.measured_as)
 
     @property
     def key(self) -> str:
@@ -82,20 +87,24 @@ class FittedStack:
     def to_plain(self) -> dict[str, Any]:
         """As files have it: coefficients are `knobs` there, and what is empty is left out."""
         plain = _rounded(asdict(self))
+        plain = {**plain.pop("measured_as"), **plain}
         plain["knobs"] = plain.pop("coefficients")
         del plain["basis"]  # of a file's entries it is always the same
-        return {name: value for name, value in plain.items() if value not in ({}, 0)}
+        return {name: value for name, value in plain.items() if value not in ({}, 0, "")}
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> FittedStack:
         if isinstance(data, dict):
             given = {name: value for name, value in data.items() if name != "knobs"}
+            who = {name: given.pop(name) for name in ("engine", "date", "experts") if name in given}
             knobs = data.get("knobs", {})
             if not isinstance(knobs, dict):
                 raise UserError("must be a table", field=f"{path}.knobs", value=knobs)
-            data = given | {"coefficients": knobs}
+            data = given | {"coefficients": knobs, "measured_as": who}
         entry = codec.decode_fields(cls, data, path)
-        check.name(stack=entry.stack, cluster=entry.cluster, generation=entry.generation)
+        engine = entry.measured_as
+        check.name(engine=engine.engine, cluster=entry.cluster, generation=entry.generation)
+        check.name(date=engine.date or "none")
         for name, value in entry.coefficients.items():
             if name not in BY_NAME and name not in HOST:
                 raise UserError("is not a coefficient", field="knobs", value=name)
@@ -145,12 +154,12 @@ class Calibration:
     @cached_property
     def dense(self) -> tuple[FittedStack, ...]:
         """Entries that runs of models without experts taught."""
-        return tuple(entry for entry in self.entries if not MeasuredAs.of(entry.stack).experts)
+        return tuple(entry for entry in self.entries if not entry.measured_as.experts)
 
     @cached_property
     def routed(self) -> tuple[FittedStack, ...]:
         """Entries that runs of models with experts taught."""
-        return tuple(entry for entry in self.entries if MeasuredAs.of(entry.stack).experts)
+        return tuple(entry for entry in self.entries if entry.measured_as.experts)
 
     @cached_property
     def clusters(self) -> frozenset[str]:
@@ -162,18 +171,17 @@ class Calibration:
         own = self.by_stack.get(stack, {}).get(cluster)
         if own is not None:
             return own, ""
-        blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
-        family = MeasuredAs.of(stack).engine
-        like = self.routed if MeasuredAs.of(stack).experts else self.dense
+        asked = MeasuredAs.of(stack)
+        blended = blend(self.entries, asked, cluster=cluster, generation=generation)
+        like = self.routed if asked.experts else self.dense
         kin = [entry for entry in like if entry.rows_time]
-        elsewhere = [e for e in kin if MeasuredAs.of(e.stack).engine == family != ""]
+        elsewhere = [e for e in kin if e.measured_as.engine == asked.engine != ""]
         alike = any(e.generation == generation for e in kin)
         wide = replace(
             blended,
             basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
-            noise=(ELSEWHERE if elsewhere else NOWHERE)
-            * (ROUTED if MeasuredAs.of(stack).experts else 1.0),
+            noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if asked.experts else 1.0),
             ranges=joined_ranges([entry.ranges for entry in kin]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
@@ -187,29 +195,36 @@ def _half_lean(coefficients: dict[str, float]) -> dict[str, float]:
     return {**coefficients, **halfway, "room": LEAN["room"], "gathered": LEAN["gathered"]}
 
 
-def similarity(entry: FittedStack, *, stack: str, cluster: str, generation: str) -> float:
+def similarity(
+    entry: FittedStack, measured_as: MeasuredAs, *, cluster: str, generation: str
+) -> float:
     """How much one key says about another: same engine, same machine, same GPU, same years."""
-    weight = 1.0 + 4.0 * (MeasuredAs.of(entry.stack).engine == MeasuredAs.of(stack).engine != "")
+    weight = 1.0 + 4.0 * (entry.measured_as.engine == measured_as.engine != "")
     weight += 8.0 * (entry.cluster == cluster != "")
-    mine, other = MeasuredAs.of(entry.stack).year, MeasuredAs.of(stack).year
+    mine, other = entry.measured_as.year, measured_as.year
     if mine is not None and other is not None:
         weight *= exp(-abs(mine - other) / 1.5)
     return weight * (1.0 if entry.generation == generation else 0.25)
 
 
 def blend(
-    entries: tuple[FittedStack, ...], *, stack: str, cluster: str, generation: str
+    entries: tuple[FittedStack, ...],
+    measured_as: MeasuredAs,
+    *,
+    cluster: str,
+    generation: str,
 ) -> FittedStack:
     """Prior of a key from the others, each coefficient weighted by likeness and information.
 
     The physical default counts as one more, fully informed entry of the same year. Engines get
     better by the year, so each coefficient may have a small slope over the years.
     """
-    kin = [entry for entry in entries if (entry.stack, entry.cluster) != (stack, cluster)]
-    if not MeasuredAs.of(stack).experts:  # what they teach beside experts is blurred by these
-        kin = [entry for entry in kin if not MeasuredAs.of(entry.stack).experts]
-    like = [similarity(e, stack=stack, cluster=cluster, generation=generation) for e in kin]
-    year, years = MeasuredAs.of(stack).year, [MeasuredAs.of(entry.stack).year for entry in kin]
+    key = (measured_as, cluster)
+    kin = [entry for entry in entries if (entry.measured_as, entry.cluster) != key]
+    if not measured_as.experts:  # what they teach beside experts is blurred by these
+        kin = [entry for entry in kin if not entry.measured_as.experts]
+    like = [similarity(e, measured_as, cluster=cluster, generation=generation) for e in kin]
+    year, years = measured_as.year, [entry.measured_as.year for entry in kin]
     ages = np.array([0.0, *(float(other - year) if year and other else 0.0 for other in years)])
     usual = defaults()
     weights, values = np.ones((2, len(kin) + 1, len(usual)))
@@ -220,7 +235,7 @@ def blend(
     level = np.exp(_level(weights, ages[:, None], np.log(values))).tolist()
     coef = dict(zip(usual, level, strict=True))
     return FittedStack(
-        stack=stack,
+        measured_as=measured_as,
         cluster=cluster,
         generation=generation,
         coefficients=coef | states().get(cluster, {}),
@@ -251,8 +266,8 @@ def completed(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
 
 
 def _of_others(entry: FittedStack, entries: tuple[FittedStack, ...]) -> dict[str, float]:
-    key = {"stack": entry.stack, "cluster": entry.cluster, "generation": entry.generation}
-    return blend(entries, **key).coefficients
+    where = {"cluster": entry.cluster, "generation": entry.generation}
+    return blend(entries, entry.measured_as, **where).coefficients
 
 
 def settled(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
@@ -264,10 +279,10 @@ def settled(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
     return completed(tuple(fitted))
 
 
-def to_json(calibration: Calibration, of: Callable[[str], bool] = bool) -> str:
-    """The file's text, `of` some stacks; of coefficients what the other entries do not say."""
+def to_json(calibration: Calibration, of: Callable[[MeasuredAs], bool] = bool) -> str:
+    """The file's text, `of` some; of coefficients what the other entries do not say."""
     entries = []
-    for entry in (one for one in calibration.entries if of(one.stack)):
+    for entry in (one for one in calibration.entries if of(one.measured_as)):
         usual = _of_others(entry, calibration.entries)
         own = {
             name: value

@@ -65,7 +65,10 @@ def fit_many(
             known = {entry.key: entry for entry in jobs[at][1]} | made[at]
             generation = generation_of(str(rows.hardware[0]))
             prior = blend(
-                tuple(known.values()), stack=stack, cluster=cluster, generation=generation
+                tuple(known.values()),
+                MeasuredAs.of(stack),
+                cluster=cluster,
+                generation=generation,
             )
             priors.append(replace(prior, coefficients={**prior.coefficients, **fixed}))
         entries = _fit_part(priors, samples, TIMED, fixed)
@@ -223,7 +226,7 @@ def _timed(entry: FittedStack, rows: Sample, left: Floats) -> FittedStack:
     made = replace(
         entry,
         rows_time=len(rows),
-        noise=noise_of(left, len(entry.free_time), is_routed=MeasuredAs.of(entry.stack).experts),
+        noise=noise_of(left, len(entry.free_time), is_routed=entry.measured_as.experts),
         ranges=ranges(rows.columns) if len(rows) >= FEWEST_FOR_RANGE else {},
         counts=counts(rows.columns),
     )

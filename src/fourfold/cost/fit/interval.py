@@ -21,7 +21,6 @@ from fourfold.cost.fit.coefficients import BY_NAME, TIGHT, TIME
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.traffic import crosses
-from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 
 Bools = NDArray[np.bool_]
@@ -52,7 +51,7 @@ def sensitivities(c: Columns, entry: FittedStack) -> Floats:
 
 def scatter(entry: FittedStack) -> float:
     """Half an interval (log) of runs whose coefficients are all known."""
-    return SCATTER * (ROUTED_SCATTER if MeasuredAs.of(entry.stack).experts else 1.0) * entry.noise
+    return SCATTER * (ROUTED_SCATTER if entry.measured_as.experts else 1.0) * entry.noise
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class StepInterval:
         for away in offsets(self.c, self.entry.ranges).values():
             square = square + away**2
         far = np.sqrt(square)
-        each = PER_DOUBLING * (ROUTED_AWAY if MeasuredAs.of(self.entry.stack).experts else 1.0)
+        each = PER_DOUBLING * (ROUTED_AWAY if self.entry.measured_as.experts else 1.0)
         # Each doubling beyond what was measured takes back half of what its rows said.
         own = 1.0 + (self.entry.width - 1.0) * 0.5**far
         return np.hypot(own * self.usual, each * far)

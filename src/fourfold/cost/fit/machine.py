@@ -25,6 +25,7 @@ from fourfold.result.profile import (
 )
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.words import OURS
 
 
@@ -136,7 +137,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     for name, known in BY_NAME.items():
         coef[name] = min(max(coef[name], known.low), known.high)
     entry = FittedStack(
-        stack=OURS,
+        measured_as=MeasuredAs(OURS),
         cluster=cluster.name,
         generation=generation_of(cluster.device),
         coefficients=coef,
