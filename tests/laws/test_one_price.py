@@ -27,7 +27,7 @@ from fourfold.result.report import Prediction
 from fourfold.search import export as exports
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
-from fourfold.search.query import PlanQuery, usual_cluster
+from fourfold.search.query import PlanQuery, usual_cluster, with_gradient_dtypes
 from fourfold.search.ranking import rank_layouts
 from fourfold.search.resolve import match_stack
 from fourfold.spec import catalog, codec
@@ -118,7 +118,8 @@ def query(spec: RunSpec, stack: str, cluster: Cluster, left_open: set[str]) -> P
     chosen = axes | {name: getattr(spec.policy, name) for name in OPEN[6:]}
     chosen["micro_batch"] = spec.batch.micro_batch
     fixed = {name: value for name, value in chosen.items() if name not in left_open}
-    asked = {"batch": replace(spec.batch, micro_batch=0), "policy": spec.policy, "fixed": fixed}
+    policy = with_gradient_dtypes(stack, spec.policy)  # as a plan states them
+    asked = {"batch": replace(spec.batch, micro_batch=0), "policy": policy, "fixed": fixed}
     return replace(ask(spec.model.name, spec.gpus, stack, cluster=cluster, explore=True), **asked)
 
 

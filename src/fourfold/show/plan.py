@@ -85,12 +85,14 @@ def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
     less = f"No layout is {100 * asked:.0f}% likely to fit; this is the fastest of the likeliest. "
     tie = f"Tie of {plan.tied} within 2%. " if plan.tied > 1 else ""
     tie += f"You measured it: {short_s(row.measured_s)} s. " if row.measured_s is not None else ""
+    fit = f"{100 * row.fit_chance:.0f}% chance to fit"
+    fit = fit if row.measured_s is None else "predicted; your run fitted"
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
         f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
         f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB "
-        f"({100 * row.fit_chance:.0f}% chance to fit). "
+        f"({fit}). "
         f"{less if row.fit_chance < asked else ''}{tie}{runs}. {_surety(plan)}."
     )
 
