@@ -21,8 +21,8 @@ import pytest
 
 import fourfold
 from fourfold import files
-from fourfold.engines.megatron.log import Megatron
-from fourfold.engines.nemo.log import Summary
+from fourfold.backends.megatron.log import Megatron
+from fourfold.backends.nemo.log import Summary
 from fourfold.errors import UserError
 from fourfold.events import Event
 from fourfold.logs import metrics, tables

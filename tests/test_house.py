@@ -55,20 +55,20 @@ HONEST = {
     ("axes", "search/fixes.py"): "the order in which changes are tried",
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
-    ("context kinds", "engines/megatron/export.py"): "Megatron's word for each",
-    ("schedules", "engines/torchtitan/export.py"): "torchtitan's word for each",
+    ("context kinds", "backends/megatron/export.py"): "Megatron's word for each",
+    ("schedules", "backends/torchtitan/export.py"): "torchtitan's word for each",
     ("precisions", "engine/jobs/calibrate.py"): "what torch multiplies on a GPU and on a CPU",
     ("number formats", "engine/jobs/calibrate.py"): "what torch multiplies on a GPU and on a CPU",
     ("attention kernels", "engine/jobs/calibrate.py"): "torch's kernels on a GPU",
     ("recompute", "verbs/verify_cases.py"): "which case varies it how",
     **{
-        ("axes", f"engines/{engine}/log.py"): "columns that this engine's prints decide"
+        ("axes", f"backends/{engine}/log.py"): "columns that this engine's prints decide"
         for engine in ("nanotron", "torchtitan")
     },
     ("axes", "conformance/cell.py"): "words of a layout that any engine may have",
     ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
     **{
-        ("shardings", f"engines/{engine}/adapter.py"): "what the engine has of them"
+        ("shardings", f"backends/{engine}/adapter.py"): "what the engine has of them"
         for engine in ("fourfold", "deepspeed")
     },
     ("axes", "logs/row.py"): "columns without which a row is incomplete",

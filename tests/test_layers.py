@@ -26,7 +26,7 @@ ALLOWED = {
     "logs": COST | {"logs"},
     "conformance": SPEC | {"conformance"},
     # Nobody imports an engine: each is found by its folder (spec/engine.py).
-    "engines": COST | {"search", "logs", "conformance", "engines"},
+    "backends": COST | {"search", "logs", "conformance", "backends"},
     "traces": COST | {"traces"},
     "verbs": COST | {"search", "launch", "tables", "logs", "conformance", "traces", "verbs"},
     "page": COST
@@ -56,7 +56,7 @@ ENGINE_MODULES = {
     "fourfold.cost.trace",
 }
 # What speaks to our own engine as to any other.
-OWN_ADAPTER = ("engines/fourfold/adapter.py", {"engine", "search", "spec"})
+OWN_ADAPTER = ("backends/fourfold/adapter.py", {"engine", "search", "spec"})
 SHARED = {"door", "errors", "flag", "units", "files", "escape", "events", "__init__"}
 # The exported names themselves: `fourfold.plan`.
 FACE = {"__version__"}
@@ -120,7 +120,7 @@ def test_only_code_of_ranks_imports_torch() -> None:
 
 def _in_ranks(path: Path) -> bool:
     parts = path.relative_to(SOURCE).parts
-    is_adapter = parts[0] == "engines" and path.name.startswith("adapter")
+    is_adapter = parts[0] == "backends" and path.name.startswith("adapter")
     return is_adapter or parts[0] == "engine" or parts[:2] == ("conformance", "ranks")
 
 

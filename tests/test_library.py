@@ -63,7 +63,7 @@ def commands(name: str) -> list[list[str]]:
 def test_names_are_callable_after_every_submodule_is_imported() -> None:
     for module in pkgutil.walk_packages(fourfold.__path__, "fourfold."):
         # Adapters of other engines import those, and change torch while they load.
-        elsewhere = ".engine" in module.name or ".conformance.ranks" in module.name
+        elsewhere = re.search(r"\.(engine|conformance\.ranks|adapter\w*)\b", module.name)
         if not elsewhere and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in (*VERBS, *TYPES):
@@ -246,6 +246,12 @@ def test_flat_fields_mean_the_same_in_every_request(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         main([*words, "--stack", "megatron", "--format", "json"])
     assert {json.loads(out.getvalue())["ranked"][0]["step_s"]} == seconds
+
+
+def test_no_module_has_the_name_of_a_verb() -> None:
+    """An imported module would take the verb's place: `fourfold.engines` is a call."""
+    modules = {module.name for module in pkgutil.iter_modules(fourfold.__path__)}
+    assert not modules & set(fourfold.__all__)
 
 
 def test_calls_that_look_right_work_or_name_their_remedy() -> None:

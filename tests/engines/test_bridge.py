@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engines.megatron import export as megatron
+from fourfold.backends.megatron import export as megatron
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec

@@ -17,7 +17,7 @@ import yaml
 
 import fourfold
 from fourfold import PlanRequest
-from fourfold.engines.megatron_bridge import export as megatron_bridge
+from fourfold.backends.megatron_bridge import export as megatron_bridge
 from fourfold.errors import UserError
 from fourfold.verbs.export import Exported
 from tests.engines.sampled import environment

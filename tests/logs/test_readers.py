@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.engines.megatron.log_experts import megatron_experts
+from fourfold.backends.megatron.log_experts import megatron_experts
 from fourfold.errors import UserError
 from fourfold.logs.row import shown_layout
 from tests.logs import written

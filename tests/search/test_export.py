@@ -14,8 +14,8 @@ import pytest
 
 import fourfold
 from fourfold import PlanRequest, plan
-from fourfold.engines.megatron import export as megatron
-from fourfold.engines.megatron_bridge import export as megatron_bridge
+from fourfold.backends.megatron import export as megatron
+from fourfold.backends.megatron_bridge import export as megatron_bridge
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup

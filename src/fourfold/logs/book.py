@@ -47,7 +47,7 @@ class EngineReader:
 def _reader(name: str) -> type[EngineReader]:
     module, _, title = READERS[name].rpartition(".")
     found: type[EngineReader] = getattr(
-        importlib.import_module(f"fourfold.engines.{module}"), title
+        importlib.import_module(f"fourfold.backends.{module}"), title
     )
     return found
 

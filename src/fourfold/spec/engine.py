@@ -26,7 +26,7 @@ from fourfold.spec.words import (
 
 T = TypeVar("T", "EngineRules", "EngineHabits")
 # A folder an engine: what it can run and its habits in engine.toml, which this file explains.
-FOLDER = os.path.join(os.path.dirname(DATA), "engines")
+FOLDER = os.path.join(os.path.dirname(DATA), "backends")
 _DISPATCHERS, _OVERLAPS = get_args(words.Dispatcher)[1:], get_args(words.OverlapKind)[1:]
 
 

@@ -220,7 +220,7 @@ def _settings(engine: Engine, setup: Setup) -> Package:
 
 
 def _writer(engine: Engine) -> Any:
-    return importlib.import_module(f"fourfold.engines.{engine.folder}.{engine.export.writer}")
+    return importlib.import_module(f"fourfold.backends.{engine.folder}.{engine.export.writer}")
 
 
 def _entry(engine: str) -> Engine:

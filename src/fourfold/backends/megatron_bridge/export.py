@@ -7,7 +7,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
-from fourfold.engines.megatron import export as megatron
+from fourfold.backends.megatron import export as megatron
 from fourfold.search.export.setup import Package, Setup, filled, no_setting
 from fourfold.spec import catalog
 from fourfold.spec.engine import Engine

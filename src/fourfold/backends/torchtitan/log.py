@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from fourfold.engines.torchtitan.log_model import (
+from fourfold.backends.torchtitan.log_model import (
     configured_sizes,
     printed_sizes,
     sizes_by_count,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.engines.torchtitan.export_model import (
+from fourfold.backends.torchtitan.export_model import (
     about,
     arguments,
     arguments_02,

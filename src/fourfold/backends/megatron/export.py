@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fourfold.cost.count.params import end_layers
-from fourfold.cost.scaling import KINDS
-from fourfold.engines.megatron.export_experts import (
+from fourfold.backends.megatron.export_experts import (
     about_experts,
     check_experts,
     expert_flags,
@@ -15,7 +13,9 @@ from fourfold.engines.megatron.export_experts import (
     latent_flags,
     layer_pattern,
 )
-from fourfold.engines.megatron.export_positions import check_positions, position_flags
+from fourfold.backends.megatron.export_positions import check_positions, position_flags
+from fourfold.cost.count.params import end_layers
+from fourfold.cost.scaling import KINDS
 from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
 from fourfold.spec.engine import Engine

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.backends.torchtitan.adapter import Titan
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.reference import BETAS, DECAY, EPS, LR
 from fourfold.conformance.ranks.shims import (
@@ -17,7 +18,6 @@ from fourfold.conformance.ranks.shims import (
     gathered_attention,
     local_attention,
 )
-from fourfold.engines.torchtitan.adapter import Titan
 
 
 class Titan2(Titan):

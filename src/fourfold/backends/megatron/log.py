@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from fourfold.engines.megatron.log_args import facts_of
-from fourfold.engines.nemo import log as nemo
+from fourfold.backends.megatron.log_args import facts_of
+from fourfold.backends.nemo import log as nemo
 from fourfold.logs.book import Book, EngineReader
 from fourfold.logs.lines import Line
 from fourfold.logs.nested import ADAPTERS, Flat, Yaml, argument, number, whole, yes

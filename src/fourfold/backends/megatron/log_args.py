@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from fourfold.cost.scaling import CALLED
-from fourfold.engines.megatron.log_experts import (
+from fourfold.backends.megatron.log_experts import (
     expert_count,
     graphs,
     megatron_experts,
     recomputed,
 )
+from fourfold.cost.scaling import CALLED
 from fourfold.logs.nested import OFFLOADED, Flat, bracketed, is_none, whole, yes
 from fourfold.logs.words import WORDS, columns, renamed, words_of
 from fourfold.spec.words import RECOMPUTE

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.backends.torchtitan.adapter import Titan
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.reference import ADAMW
 from fourfold.conformance.ranks.shims import (
@@ -16,7 +17,6 @@ from fourfold.conformance.ranks.shims import (
     micro_batch_lists,
     ungrouped_experts,
 )
-from fourfold.engines.torchtitan.adapter import Titan
 
 
 class Titan3(Titan):
