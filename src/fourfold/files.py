@@ -27,8 +27,14 @@ MAX_STORED_BYTES = 64 * 2**20
 _STREAM_BYTES = 2**18
 # Errors of a machine, not of a request.
 _MACHINE = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
-}  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+}
 # Where a result's mark is looked for, at both ends.
 _MARK_BYTES = 4096
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))

@@ -13,10 +13,17 @@ from collections.abc import Sequence
 from fourfold.errors import UserError
 
 _BYTES: dict[str, float] = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 _DAYS = {
     **dict.fromkeys(("", "d", "day", "days"), 1.0),
@@ -29,10 +36,19 @@ _PRICE = rf"\s*(?:{_CURRENCY}\s*)?(.*?)\s*{_CURRENCY}?\s*(?:/\s*(?:GPU-?)?(?:h|h
 # 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
 _BIT_OR_BYTE = r"[kKMGT]b(/s)?\Z"
 _RATES = {
-    "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
-    "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
-    "mbps": 1e6 / 8, "gbps": 1e9 / 8, "tbps": 1e12 / 8,
-}  # fmt: skip
+    "b/s": 1.0,
+    "kb/s": 1e3,
+    "mb/s": 1e6,
+    "gb/s": 1e9,
+    "tb/s": 1e12,
+    "kbit/s": 1e3 / 8,
+    "mbit/s": 1e6 / 8,
+    "gbit/s": 1e9 / 8,
+    "tbit/s": 1e12 / 8,
+    "mbps": 1e6 / 8,
+    "gbps": 1e9 / 8,
+    "tbps": 1e12 / 8,
+}
 _POWERS = {"": 1, "k": 2**10, "m": 2**20}
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _COUNT = r"\s*([+-]?[0-9][0-9_]{0,40}(?:\.[0-9]{0,40})?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]?)\Z"

@@ -26,13 +26,14 @@ _SAID: dict[str, Schema] = {
     "model": {"description": "a preset such as llama-3.1-70b, a file of the folder, or sizes"},
     "seq_len": {"description": "tokens of a sequence: 8192 or 8k"},
     "global_batch": {
-        "type": ["integer", "string"], "description": "sequences per step; 4M or 4Mtokens: tokens"
+        "type": ["integer", "string"],
+        "description": "sequences per step; 4M or 4Mtokens: tokens",
     },
     "gpus": {"description": "number of GPUs in all"},
     "layout": {"description": "axes that are decided, such as 'tp8 pp2'; the others are searched"},
     "policy": {"description": "a table of decided fields that are not listed here"},
     "micro_batch": {"description": "sequences per micro batch; left out: searched"},
-}  # fmt: skip
+}
 _ANSWERED: dict[Any, Schema] = {Layout: {"type": "string"}}
 _ENCODED = {EngineBest: EngineChoice}  # types whose JSON has the fields of another
 

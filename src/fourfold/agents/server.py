@@ -26,11 +26,35 @@ from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, answer_within_limits
 from fourfold.page.turns import QueuedCall, Turns
 
 # Fields of requests that may name a file.
-FILES = {"model", "cluster", "gpu", "profile", "calibration", "log", "logs", "runs", "out", "map",
-         "side", "traces", "data", "device"}  # fmt: skip
+FILES = {
+    "model",
+    "cluster",
+    "gpu",
+    "profile",
+    "calibration",
+    "log",
+    "logs",
+    "runs",
+    "out",
+    "map",
+    "side",
+    "traces",
+    "data",
+    "device",
+}
 # Events of the interpreter that lead out of the process.
-_NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty",
-          "socket.connect", "socket.bind", "socket.sendto", "ctypes.dlopen")  # fmt: skip
+_NEVER = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.forkpty",
+    "socket.connect",
+    "socket.bind",
+    "socket.sendto",
+    "ctypes.dlopen",
+)
 _MAX_NAME_BYTES = 255  # of a file, on every common file system
 
 
@@ -40,8 +64,9 @@ def check(request: Any, root: Path) -> None:
         if "\0" in name:
             raise files.outside(name, root)
         if any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
-            raise UserError(f"is longer than the {_MAX_NAME_BYTES} bytes of a name",
-                            field="file", value=name)  # fmt: skip
+            raise UserError(
+                f"is longer than the {_MAX_NAME_BYTES} bytes of a name", field="file", value=name
+            )
         if not files.is_below(root / Path(name).expanduser(), os.path.realpath(root)):
             raise files.outside(name, root)
 
@@ -96,8 +121,9 @@ class Server:
     async def answer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the tool says; raises UserError where it refuses."""
         if name not in tools.TOOLS:
-            raise UserError("unknown tool", field="name", value=name,
-                            hint=f"use {', '.join(tools.TOOLS)}")  # fmt: skip
+            raise UserError(
+                "unknown tool", field="name", value=name, hint=f"use {', '.join(tools.TOOLS)}"
+            )
         if len(json.dumps(given)) > MOST_LETTERS:
             raise UserError(f"must have at most {MOST_LETTERS:,} letters", field="arguments")
         check(given, self.root)
@@ -200,8 +226,11 @@ async def serve(root: Path) -> None:
         return types.CallToolResult(content=[text], structured_content=found)
 
     protocol = Protocol(
-        "fourfold", version=fourfold.__version__, instructions=_INSTRUCTIONS,
-        on_list_tools=list_tools, on_call_tool=call_tool,
-    )  # fmt: skip
+        "fourfold",
+        version=fourfold.__version__,
+        instructions=_INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
     async with stdio_server() as (read, write):
         await protocol.run(read, write, protocol.create_initialization_options())

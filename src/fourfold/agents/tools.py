@@ -98,8 +98,13 @@ def _fit_check(given: Mapping[str, Any]) -> Any:
 def _with_layout(given: Mapping[str, Any]) -> tuple[PlanRequest, str]:
     rest = dict(given)
     layout = rest.pop("explain", "")
-    check.that(isinstance(layout, str) and layout, "explain", layout, "must be a layout",
-               "such as 'tp8 pp4 dp16'")  # fmt: skip
+    check.that(
+        isinstance(layout, str) and layout,
+        "explain",
+        layout,
+        "must be a layout",
+        "such as 'tp8 pp4 dp16'",
+    )
     return _of(PlanRequest, rest), layout
 
 
@@ -153,8 +158,12 @@ def estimated_cpu_s(name: str, given: Mapping[str, Any]) -> float:
         return _FILES_CPU_S
     if name not in ("plan", "explain", "fit_check"):
         return 0.0
-    names = {"model": catalog.model_names(), "cluster": catalog.cluster_names(),
-             "gpu": catalog.device_names(), "calibration": ()}  # fmt: skip
+    names = {
+        "model": catalog.model_names(),
+        "cluster": catalog.cluster_names(),
+        "gpu": catalog.device_names(),
+        "calibration": (),
+    }
     used = {field: given[field] for field in names if given.get(field) is not None}
     if not all(isinstance(value, str) and value in names[field] for field, value in used.items()):
         return _FILES_CPU_S
@@ -196,39 +205,58 @@ TOOLS = {
         about="Rank layouts (tp, pp, dp, cp, sharding, recompute, micro batch) for pretraining a "
         "model on GPUs: seconds per step with an 80% interval, memory, chance to fit. Base units: "
         "seconds, bytes, tokens/s. Use the first row unless told otherwise.",
-        requests=(PlanRequest,), call=_plan, answer=PlanAnswer, without=_NOT_OF_PLAN,
+        requests=(PlanRequest,),
+        call=_plan,
+        answer=PlanAnswer,
+        without=_NOT_OF_PLAN,
     ),
     "explain": Tool(
         about="All about one layout: which rules it breaks and what is legal near it, or its "
         "seconds and bytes by part, its rank, and what makes the best one faster.",
-        requests=(OneLayout, PlanRequest), call=_explain, answer=Explanation, without=_NOT_OF_PLAN,
+        requests=(OneLayout, PlanRequest),
+        call=_explain,
+        answer=Explanation,
+        without=_NOT_OF_PLAN,
     ),
     "fit_check": Tool(
         about="Whether one layout fits in memory: chance, peak bytes with interval and by part, "
         "and the way to run it that needs least.",
-        requests=(OneLayout, PlanRequest), call=_fit_check, answer=FitChecked, without=_NOT_OF_PLAN,
+        requests=(OneLayout, PlanRequest),
+        call=_fit_check,
+        answer=FitChecked,
+        without=_NOT_OF_PLAN,
     ),
     "predict": Tool(
         about="Seconds and memory of runs whose layouts are given, to compare them; `provenance` "
         "says what each rests on: measured, near, blended or physics.",
-        requests=(PredictTool,), call=_predict, answer=_OF_PREDICT,
+        requests=(PredictTool,),
+        call=_predict,
+        answer=_OF_PREDICT,
     ),
     "flops": Tool(
         about="FLOPs per token of a model and, of a measured speed, TFLOP/s, MFU and HFU by every "
         "published convention.",
-        requests=(RunTable, FlopsRequest), call=_flops, answer=Flops,
+        requests=(RunTable, FlopsRequest),
+        call=_flops,
+        answer=Flops,
     ),
     "diagnose": Tool(
         about="Why a traced run is slower than it should be: measured and expected seconds by "
         "part, causes and remedies, from profiler traces in the folder.",
-        requests=(DiagnoseRequest,), call=_diagnose, answer={"type": "object"},
-        without=("spec",), writes=True,
+        requests=(DiagnoseRequest,),
+        call=_diagnose,
+        answer={"type": "object"},
+        without=("spec",),
+        writes=True,
     ),
     "collect": Tool(
         about="Turn logs and tables of training engines in the folder into measured rows.",
-        requests=(CollectRequest,), call=_collect, answer=_OF_COLLECT, writes=True,
+        requests=(CollectRequest,),
+        call=_collect,
+        answer=_OF_COLLECT,
+        writes=True,
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -36,9 +36,20 @@ examples:
   fourfold calendar --assume list
 """
 _PLAN = (
-    "cluster", "gpu", "network", "profile", "calibration", "stack", "ramp", "tokens", "price",
-    "where", "explore", "safe", "risk",
-)  # fmt: skip
+    "cluster",
+    "gpu",
+    "network",
+    "profile",
+    "calibration",
+    "stack",
+    "ramp",
+    "tokens",
+    "price",
+    "where",
+    "explore",
+    "safe",
+    "risk",
+)
 
 
 @command(
@@ -146,10 +157,17 @@ def predict(args: Any, show: OnEvent) -> Output:
 
 def _predictions_page(answer: PredictedTable) -> list[Part]:
     columns = named(
-        "row=row_id", "s/step=step_s:.4g", "80% from=step_s_low:.4g", "to=step_s_high:.4g",
-        "GiB=mem_gb:.4g", "fits=fit_chance:.0%", "TFLOP/s=tflops_gpu:.4g", "MFU %=mfu_pct:.3g",
-        "priced by=provenance", "remark=reason",
-    )  # fmt: skip
+        "row=row_id",
+        "s/step=step_s:.4g",
+        "80% from=step_s_low:.4g",
+        "to=step_s_high:.4g",
+        "GiB=mem_gb:.4g",
+        "fits=fit_chance:.0%",
+        "TFLOP/s=tflops_gpu:.4g",
+        "MFU %=mfu_pct:.3g",
+        "priced by=provenance",
+        "remark=reason",
+    )
     rows = answer.plain()
     shown = columns if any(row["reason"] for row in rows) else columns[:-1]
     return [table(rows, *shown), "", *_prediction_totals(answer)]

@@ -75,13 +75,24 @@ examples:
   fourfold score FOLDER/moe.csv --cv --pairs
 """
 _NUMBERS = named(
-    "how", "source=score.source", "rows=score.rows", "median %=score.median_pct:.1f",
-    "p90 %=score.p90_pct:.1f", "bias %=score.bias_pct:.1f", "in interval %=score.coverage_pct:.0f",
-    "interval score=score.interval_score:.1f", "rank corr.=score.rank_correlation:.2f",
-    "regret %=score.regret_pct:.2f", "groups=score.groups:.0f", "memory %=score.memory_pct:.1f",
-    "fit %=score.fit_pct:.1f", "refused %=score.refused_pct:.1f", "missed %=score.missed_pct:.1f",
-    "unsure %=score.unsure_pct:.1f", "free",
-)  # fmt: skip
+    "how",
+    "source=score.source",
+    "rows=score.rows",
+    "median %=score.median_pct:.1f",
+    "p90 %=score.p90_pct:.1f",
+    "bias %=score.bias_pct:.1f",
+    "in interval %=score.coverage_pct:.0f",
+    "interval score=score.interval_score:.1f",
+    "rank corr.=score.rank_correlation:.2f",
+    "regret %=score.regret_pct:.2f",
+    "groups=score.groups:.0f",
+    "memory %=score.memory_pct:.1f",
+    "fit %=score.fit_pct:.1f",
+    "refused %=score.refused_pct:.1f",
+    "missed %=score.missed_pct:.1f",
+    "unsure %=score.unsure_pct:.1f",
+    "free",
+)
 
 
 @command(

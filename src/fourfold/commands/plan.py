@@ -91,9 +91,15 @@ def plan(args: Any, show: OnEvent) -> Output:
 
 # What has an answer of its own; options that say more of one -> which.
 _QUESTIONS = ("front", "largest", "deadline", "budget", "explain", "export", "html")
-_PARTS = {"timeline": ("explain",), "operations": ("explain",), "out": ("export",),
-          "job": ("export",), "pick": ("export",), "open": ("html",),
-          "chance": ("deadline", "budget")}  # fmt: skip
+_PARTS = {
+    "timeline": ("explain",),
+    "operations": ("explain",),
+    "out": ("export",),
+    "job": ("export",),
+    "pick": ("export",),
+    "open": ("html",),
+    "chance": ("deadline", "budget"),
+}
 
 
 def _one_question(args: Any) -> None:
@@ -193,10 +199,17 @@ def operations_table(rows: Sequence[OpRow]) -> Grid:
     """Milliseconds in whole microseconds, which add up to the last row."""
     units = whole_units([row.step_s for row in rows], 1e-6)
     lines = [
-        [row.name, row.axis or row.kind, row.phase, f"{row.times:.10g}", _size(row),
-         or_dash(row.keeps / 1e6 or None, ".1f"), f"{unit / 1e3:.3f}"]
+        [
+            row.name,
+            row.axis or row.kind,
+            row.phase,
+            f"{row.times:.10g}",
+            _size(row),
+            or_dash(row.keeps / 1e6 or None, ".1f"),
+            f"{unit / 1e3:.3f}",
+        ]
         for row, unit in zip(rows, units, strict=True)
-    ]  # fmt: skip
+    ]
     total = ["step", *[""] * 5, f"{sum(units) / 1e3:.3f}"]
     heads = ["operation", "kind or axis", "pass", "times", "m x n x k, MB", "keeps MB", "ms"]
     return Grid(heads, [*lines, total])
@@ -214,11 +227,15 @@ def _component(name: str) -> str:
 
 def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
     parts = [
-        [_component(name), short_s(row.parts_s[name]), short_s(best.parts_s[name]),
-         f"{row.parts_s[name] - best.parts_s[name]:+.2f}"]
+        [
+            _component(name),
+            short_s(row.parts_s[name]),
+            short_s(best.parts_s[name]),
+            f"{row.parts_s[name] - best.parts_s[name]:+.2f}",
+        ]
         for name in row.parts_s
         if max(row.parts_s[name], best.parts_s[name]) > 0.0005 * row.step_s
-    ]  # fmt: skip
+    ]
     memory = [[_component(name), f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
     unproven = " (including unmeasured features)" if answer.with_unproven else ""
     slower = 100 * (row.step_s / best.step_s - 1)

@@ -31,11 +31,14 @@ _HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem
 
 
 @command(
-*options.of(CollectRequest),
-    *(one._replace(help="a field missing from the logs, such as hardware=h100-80gb", rare=False)
-      for one in options.run_options() if one.names == ("--set",)),
-examples=_COLLECT
-)  # fmt: skip
+    *options.of(CollectRequest),
+    *(
+        one._replace(help="a field missing from the logs, such as hardware=h100-80gb", rare=False)
+        for one in options.run_options()
+        if one.names == ("--set",)
+    ),
+    examples=_COLLECT,
+)
 def collect(args: Any, show: OnEvent) -> Output:
     """Turn logs of other engines into measured rows for fit, score, predict and report.
 
@@ -86,10 +89,16 @@ def _names(names: list[str]) -> str:
 def _cells(row: Row) -> list[str]:
     step_s, memory = number(row["step_s"]), number(row["mem_gb"])
     return [
-        row["row_id"], row["n_gpus"], shown_layout(row), row["mbs"], row["gbs"],
-        f"{step_s:.6g}" if step_s else "-", row["steps"], f"{memory:.1f}" if memory else "-",
+        row["row_id"],
+        row["n_gpus"],
+        shown_layout(row),
+        row["mbs"],
+        row["gbs"],
+        f"{step_s:.6g}" if step_s else "-",
+        row["steps"],
+        f"{memory:.1f}" if memory else "-",
         row["status"] or "-",
-    ]  # fmt: skip
+    ]
 
 
 def _link(one: Any) -> str:

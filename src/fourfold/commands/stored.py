@@ -178,9 +178,14 @@ def _page(answer: Any, *, several: bool) -> list[Part]:
     if not answer.findings:
         return [f"nothing found; {answer.checked}"]
     rows = [
-        [f"{path}: {item.place}" if several else item.place, item.rule, item.value, item.expected,
-         item.repair]
+        [
+            f"{path}: {item.place}" if several else item.place,
+            item.rule,
+            item.value,
+            item.expected,
+            item.repair,
+        ]
         for path, item in answer.findings
-    ]  # fmt: skip
+    ]
     table = Grid(["where", "rule", "value", "expected", "repair"], rows)
     return [table, "", f"{counted(len(rows), 'finding')}; {answer.checked}"]

@@ -103,9 +103,13 @@ class Lab:
         env |= {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self._unread = b""
         return self._answer(_START_S)
 

@@ -223,10 +223,22 @@ def operations(c: Columns, coef: Coefficients, parts_s: dict[str, float]) -> tup
         replace(row, step_s=row.alone_s * parts_s[row.part] / alone[row.part]) for row in shown
     ]
     waiting = [
-        OpRow(name=name, kind="waiting", phase="", axis="", part=part, shape=(), times=1.0,
-              flops=0.0, bytes=0.0, keeps=0.0, alone_s=parts_s[part], step_s=parts_s[part])
+        OpRow(
+            name=name,
+            kind="waiting",
+            phase="",
+            axis="",
+            part=part,
+            shape=(),
+            times=1.0,
+            flops=0.0,
+            bytes=0.0,
+            keeps=0.0,
+            alone_s=parts_s[part],
+            step_s=parts_s[part],
+        )
         for part, name in WAITING.items()
-    ]  # fmt: skip
+    ]
     return (*found, *waiting)
 
 

@@ -149,8 +149,10 @@ def _at_a_bad_exit(batch: BatchJob) -> str:
 def _first_host(site: Site, nodes: int) -> list[str]:
     """Slurm sorts its nodes; a host file is the one way to another order."""
     if not site.hosts:
-        return ['MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-                "export MASTER_ADDR"]  # fmt: skip
+        return [
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "export MASTER_ADDR",
+        ]
     hosts = site.hosts[:nodes]
     return [
         "SLURM_HOSTFILE=$(mktemp)",

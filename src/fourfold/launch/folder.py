@@ -37,10 +37,29 @@ from fourfold.result.job import (
 from fourfold.spec import check
 
 # What one start of ranks leaves; set aside when another follows in the same job.
-TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", "news-*", "slurm*",
-          DUMP_FILE, STOP_FILE)  # fmt: skip
-_OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_FILE, TOKEN_FILE,
-         ENGINE_FILE, "settings")  # fmt: skip
+TRACES = (
+    "beat-*",
+    "failure-*",
+    "stack-*",
+    "flight-*",
+    "store-*",
+    "news-*",
+    "slurm*",
+    DUMP_FILE,
+    STOP_FILE,
+)
+_OURS = (
+    *TRACES,
+    "facts-*",
+    "answer-*",
+    "*.log",
+    "failed-*",
+    JOB_FILE,
+    REPORT_FILE,
+    TOKEN_FILE,
+    ENGINE_FILE,
+    "settings",
+)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,16 @@ from fourfold.spec import codec
 from fourfold.spec.site import Site
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-LIVING = (*WAITING, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",
-          "RESIZING")  # fmt: skip
+LIVING = (
+    *WAITING,
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "STAGE_OUT",
+    "RESIZING",
+)
 GONE_S = 90.0  # a cancelled job has KillWait (30 s unless the site says otherwise) to end
 SCRIPT_FILE = "slurm.sh"
 SUBMITTED_FILE = "slurm.json"

@@ -176,18 +176,31 @@ _FACT_CHARS = 300
 
 # What a log says of a run's end, in the order in which one outweighs the other.
 _ENDS = (
-    ("oom", re.compile(
-        r"(CUDA|HIP|GPU|XPU|NPU|GLOBAL) out of memory|OutOfMemoryError|oom[-_]kill|Out Of Memory"
-        r"|can't allocate memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
-        r"|cudaErrorMemoryAllocation")),
-    ("hang", re.compile(
-        r"Watchdog caught collective operation timeout|collective operation timeout"
-        r"|Timeout at NCCL work|heartbeat monitor timed out|Timed out waiting \d+ms")),
-    ("fail", re.compile(
-        r"Traceback \(most recent call last\)|Segmentation fault|ChildFailedError"
-        r"|\bAborted \(core dumped\)|NCCL error|Fatal Python error|srun: error: .*exit"
-        r"|\b[A-Z]\w+Error: |CUDA error: ")),
-)  # fmt: skip
+    (
+        "oom",
+        re.compile(
+            r"(CUDA|HIP|GPU|XPU|NPU|GLOBAL) out of memory|OutOfMemoryError|oom[-_]kill"
+            r"|Out Of Memory"
+            r"|can't allocate memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
+            r"|cudaErrorMemoryAllocation"
+        ),
+    ),
+    (
+        "hang",
+        re.compile(
+            r"Watchdog caught collective operation timeout|collective operation timeout"
+            r"|Timeout at NCCL work|heartbeat monitor timed out|Timed out waiting \d+ms"
+        ),
+    ),
+    (
+        "fail",
+        re.compile(
+            r"Traceback \(most recent call last\)|Segmentation fault|ChildFailedError"
+            r"|\bAborted \(core dumped\)|NCCL error|Fatal Python error|srun: error: .*exit"
+            r"|\b[A-Z]\w+Error: |CUDA error: "
+        ),
+    ),
+)
 ENDS = tuple(name for name, _ in _ENDS)
 # Evaluations and checkpoints: the line after them has their time in it.
 _PAUSE = re.compile(
@@ -198,9 +211,22 @@ _PAUSE = re.compile(
 
 # One of these is in every line that either finds; plain texts are found ten times as fast.
 _TELLING = (
-    "emory", "oom", "MEMORY", "ALLOC_FAILED", "imeout", "imed out", "Traceback", "rror", "fault",
-    "Aborted", "heckpoint", "alidat", "valuati", "[Eval", "profiler",
-)  # fmt: skip
+    "emory",
+    "oom",
+    "MEMORY",
+    "ALLOC_FAILED",
+    "imeout",
+    "imed out",
+    "Traceback",
+    "rror",
+    "fault",
+    "Aborted",
+    "heckpoint",
+    "alidat",
+    "valuati",
+    "[Eval",
+    "profiler",
+)
 
 
 @dataclass(slots=True)

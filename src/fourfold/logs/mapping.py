@@ -65,13 +65,21 @@ def read_mapping(text: str) -> ColumnMap:
         require_column(name, field="columns")
         said = {"column": said} if isinstance(said, str) else said
         if not isinstance(said, dict) or not isinstance(said.get("column"), str):
-            raise UserError("must name a heading", field=f"columns.{name}", value=said,
-                            hint=f'write {name} = "its heading"')  # fmt: skip
+            raise UserError(
+                "must name a heading",
+                field=f"columns.{name}",
+                value=said,
+                hint=f'write {name} = "its heading"',
+            )
         unit = str(said.get("unit", ""))
         known = _UNITS.get(name, {})
         if unit and unit not in known:
-            raise UserError("unknown unit", field=f"columns.{name}.unit", value=unit,
-                            hint=f"use one of {', '.join(known) or 'none'}")  # fmt: skip
+            raise UserError(
+                "unknown unit",
+                field=f"columns.{name}.unit",
+                value=unit,
+                hint=f"use one of {', '.join(known) or 'none'}",
+            )
         columns[name] = Mapped(column=said["column"], unit=unit)
     fixed = {require_column(k, field="set"): text_of(v) for k, v in _table(data, "set").items()}
     values = {

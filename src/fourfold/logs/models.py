@@ -44,19 +44,31 @@ def model_columns(shape: ModelShape) -> Flat:
     """Of a model that is known by name."""
     moe, latent = shape.moe, shape.latent
     sizes: dict[str, object] = {
-        "family": shape.family, "n_layers": shape.layers, "d_model": shape.hidden,
-        "n_heads": shape.heads, "n_kv_heads": shape.kv_heads, "head_dim": shape.head_size,
-        "d_ff": shape.ffn, "vocab": shape.vocab,
-    }  # fmt: skip
+        "family": shape.family,
+        "n_layers": shape.layers,
+        "d_model": shape.hidden,
+        "n_heads": shape.heads,
+        "n_kv_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "d_ff": shape.ffn,
+        "vocab": shape.vocab,
+    }
     if moe:
         sizes |= {
-            "experts": shape.experts, "experts_per_token": shape.top_k, "expert_ffn": moe.ffn,
-            "shared_ffn": moe.shared_ffn, "dense_layers": moe.dense_first, "moe_every": moe.every,
-        }  # fmt: skip
+            "experts": shape.experts,
+            "experts_per_token": shape.top_k,
+            "expert_ffn": moe.ffn,
+            "shared_ffn": moe.shared_ffn,
+            "dense_layers": moe.dense_first,
+            "moe_every": moe.every,
+        }
     if latent:
         sizes |= {
-            "attn_kind": "mla", "kv_lora_rank": latent.kv_rank, "q_lora_rank": latent.q_rank,
-            "qk_rope_dim": latent.rope, "v_head_dim": latent.v,
-        }  # fmt: skip
+            "attn_kind": "mla",
+            "kv_lora_rank": latent.kv_rank,
+            "q_lora_rank": latent.q_rank,
+            "qk_rope_dim": latent.rope,
+            "v_head_dim": latent.v,
+        }
     known = {name: str(value) for name, value in sizes.items() if value}
     return known | {"tied": str(int(shape.tied))}

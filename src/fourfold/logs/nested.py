@@ -207,9 +207,12 @@ def decimal(text: str) -> str:
 def fsdp_sharding(text: str) -> str:
     """Of torch's ShardingStrategy, by whichever of its words the text has."""
     strategies = (  # the first names the third, too
-        ("hybrid_shard_zero2", "zero2"), ("shard_grad_op", "zero2"), ("hybrid_shard", "zero3"),
-        ("full_shard", "zero3"), ("no_shard", "zero0"),
-    )  # fmt: skip
+        ("hybrid_shard_zero2", "zero2"),
+        ("shard_grad_op", "zero2"),
+        ("hybrid_shard", "zero3"),
+        ("full_shard", "zero3"),
+        ("no_shard", "zero0"),
+    )
     return next((zero for word, zero in strategies if word in text.lower()), "")
 
 

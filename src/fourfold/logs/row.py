@@ -28,13 +28,34 @@ COLUMNS = SCHEMA
 # After those of the schema: how the run ended, what is missing, how step_s was found, and what no
 # column can say of the model or its training.
 EXTRA = (
-    "outcome", "missing", "engine", "steps", "step_rule", "unread_lines", "log", "unmodelled",
-)  # fmt: skip
+    "outcome",
+    "missing",
+    "engine",
+    "steps",
+    "step_rule",
+    "unread_lines",
+    "log",
+    "unmodelled",
+)
 # Without these no row can be predicted, or only by guessing what was run.
 NEEDED = (
-    "stack", "hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus",
-    "tp", "pp", "dp", "sharding", "mbs", "gbs", "precision", "act_ckpt",
-)  # fmt: skip
+    "stack",
+    "hardware",
+    "n_layers",
+    "d_model",
+    "n_heads",
+    "vocab",
+    "seq_len",
+    "n_gpus",
+    "tp",
+    "pp",
+    "dp",
+    "sharding",
+    "mbs",
+    "gbs",
+    "precision",
+    "act_ckpt",
+)
 # What a run would have to be for the model to apply; else a dense model of equal layers.
 _WINDOWS = re.compile(r"windows of ([0-9]{1,9}) tokens")
 _WANTED = {OFFLOADED: "no-offload", ADAPTERS: "all-weights"}
@@ -111,9 +132,11 @@ def row_of(run: LogRun, engine: str) -> Row:
         outcome=run.end if run.end == "oom" or not has_steps else "ok",
     )
     if run.steps.first is None and not run.end:
-        said = f"none of {run.unread} lines of steps could be read" if run.unread else (
-            "the log has neither a step nor an error"
-        )  # fmt: skip
+        said = (
+            f"none of {run.unread} lines of steps could be read"
+            if run.unread
+            else ("the log has neither a step nor an error")
+        )
         row.notes.append(said)
     # It went on: how fast is what is missing.
     row.fill(outcome="fail" if run.steps.first is None and not run.unread else "ok")

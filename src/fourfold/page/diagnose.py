@@ -19,12 +19,20 @@ from fourfold.verbs.diagnosis import Diagnosis
 
 # Kinds of parts share a colour (core.js has the same ones).
 _COLORS = (
-    ("GEMM", "#4477aa"), (parts.CONVOLUTION, "#7799cc"), (parts.ATTENTION, "#ee6677"),
+    ("GEMM", "#4477aa"),
+    (parts.CONVOLUTION, "#7799cc"),
+    (parts.ATTENTION, "#ee6677"),
     (parts.ELEMENTWISE, "#228833"),
-    (parts.LOSS, "#c8a415"), (parts.OPTIMIZER, "#aa3377"), (parts.COPIES, "#3fa7c4"),
-    (parts.ROUTING, "#6a5acd"), (parts.EMBEDDING, "#2aa198"), ("communication", "#e07b39"),
-    ("computing", "#4477aa"), ("waiting", "#c0392b"), (parts.BETWEEN, "#c9ced6"),
-)  # fmt: skip
+    (parts.LOSS, "#c8a415"),
+    (parts.OPTIMIZER, "#aa3377"),
+    (parts.COPIES, "#3fa7c4"),
+    (parts.ROUTING, "#6a5acd"),
+    (parts.EMBEDDING, "#2aa198"),
+    ("communication", "#e07b39"),
+    ("computing", "#4477aa"),
+    ("waiting", "#c0392b"),
+    (parts.BETWEEN, "#c9ced6"),
+)
 _OTHER = "#8c8c8c"
 _WIDE, _HIGH = 1200.0, 34.0
 # Spans that the page keeps to be zoomed into; of longer steps neighbours are summed.

@@ -125,8 +125,17 @@ def _beside(one: Exported | NotExported) -> dict[str, Any]:
 
 def _compared(row: PlanRow) -> dict[str, Any]:
     """What engines and numbers of GPUs are compared by."""
-    names = ("micro_batch", "step_s", "step_s_low", "step_s_high", "peak_bytes", "fit_chance",
-             "tflops_gpu", "mfu_pct", *TRAINING)  # fmt: skip
+    names = (
+        "micro_batch",
+        "step_s",
+        "step_s_low",
+        "step_s_high",
+        "peak_bytes",
+        "fit_chance",
+        "tflops_gpu",
+        "mfu_pct",
+        *TRAINING,
+    )
     policy = {"sharding": row.policy.sharding, "recompute": row.policy.recompute}
     return {"name": str(row)} | policy | {name: getattr(row, name) for name in names}
 
@@ -157,12 +166,15 @@ def facts(answer: PlanAnswer, request: PlanRequest) -> list[tuple[str, str]]:
         ("Model", _model(query.model, answer.params)),
         ("Machines", _machines(query.cluster, answer)),
         ("Network", _network(query.cluster, answer.gpus)),
-        ("A step", f"{answer.global_batch:,} sequences of {answer.seq_len:,} tokens, "
-                   f"{answer.seq_len * answer.global_batch / 1e6:.3g} million tokens"),
+        (
+            "A step",
+            f"{answer.global_batch:,} sequences of {answer.seq_len:,} tokens, "
+            f"{answer.seq_len * answer.global_batch / 1e6:.3g} million tokens",
+        ),
         ("Arithmetic", answer.precision),
         ("Engine", "not chosen" if answer.stack == "generic" else answer.stack),
         *_training(answer, request, query.cluster.price_per_gpu_hour),
-    ]  # fmt: skip
+    ]
 
 
 def _model(model: ModelShape, params: int) -> str:
@@ -229,28 +241,52 @@ def words_of(row: PlanRow) -> list[tuple[str, str]]:
     layout, policy = row.layout, row.policy
     copies = f", in {layout.replicate} groups that hold copies" if layout.replicate > 1 else ""
     said = [
-        (f"pp{layout.pp}", "pipeline: " + (
-            f"the layers are cut into {layout.pp} stages" if layout.pp > 1 else "layers are not cut"
-        )),
-        (f"dp{layout.dp}", "data: " + (
-            f"{layout.dp} ranks train on different sequences{copies}" if layout.dp > 1
-            else "one group of ranks trains on all sequences"
-        )),
-        (f"cp{layout.cp}", "context: " + (
-            f"each sequence is cut into {layout.cp} parts" if layout.cp > 1
-            else "sequences are not cut"
-        )),
-        (f"tp{layout.tp}", "tensor: " + (
-            f"every matrix is cut over {layout.tp} GPUs" if layout.tp > 1 else "matrices are whole"
-        )),
+        (
+            f"pp{layout.pp}",
+            "pipeline: "
+            + (
+                f"the layers are cut into {layout.pp} stages"
+                if layout.pp > 1
+                else "layers are not cut"
+            ),
+        ),
+        (
+            f"dp{layout.dp}",
+            "data: "
+            + (
+                f"{layout.dp} ranks train on different sequences{copies}"
+                if layout.dp > 1
+                else "one group of ranks trains on all sequences"
+            ),
+        ),
+        (
+            f"cp{layout.cp}",
+            "context: "
+            + (
+                f"each sequence is cut into {layout.cp} parts"
+                if layout.cp > 1
+                else "sequences are not cut"
+            ),
+        ),
+        (
+            f"tp{layout.tp}",
+            "tensor: "
+            + (
+                f"every matrix is cut over {layout.tp} GPUs"
+                if layout.tp > 1
+                else "matrices are whole"
+            ),
+        ),
         *[
             (f"{axis}{size}", text.format(size))
             for axis, text in _EXPERT_AXES.items()
             if (size := getattr(layout, axis)) > 1
         ],
-        (f"micro batch {row.micro_batch}",
-         f"sequences that a rank computes at once: {row.micro_batch}"),
-    ]  # fmt: skip
+        (
+            f"micro batch {row.micro_batch}",
+            f"sequences that a rank computes at once: {row.micro_batch}",
+        ),
+    ]
     if policy.virtual_stages > 1:
         parts = f"each pipeline rank has {policy.virtual_stages} separate parts of the layers"
         said.insert(1, (f"v{policy.virtual_stages}", f"virtual stages: {parts}"))

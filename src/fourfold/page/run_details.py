@@ -286,8 +286,14 @@ def timeline_data(line: Timeline) -> dict[str, Any]:
         "step_s": line.step_s,
         "bubble": line.bubble,
         "events": [
-            [e.rank, e.action.kind, e.action.chunk, e.action.micro,
-             round(e.start_s / unit), round(e.end_s / unit)]
+            [
+                e.rank,
+                e.action.kind,
+                e.action.chunk,
+                e.action.micro,
+                round(e.start_s / unit),
+                round(e.end_s / unit),
+            ]
             for e in line.events
         ],
-    }  # fmt: skip
+    }

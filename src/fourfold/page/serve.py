@@ -29,8 +29,20 @@ from fourfold.verbs.question import EXPORTED
 from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
 
 # Fields of the form, read as the flags of 'plan' are; what is empty is left to the planner.
-_FIELDS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top", "cluster", "gpu",
-           "network", "stack", "tokens", "price")  # fmt: skip
+_FIELDS = (
+    "gpus",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "max_nodes",
+    "top",
+    "cluster",
+    "gpu",
+    "network",
+    "stack",
+    "tokens",
+    "price",
+)
 _POLICY = ("precision", "sharding", "recompute", "routing", "dispatcher", "imbalance")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # of 1,024, not of 1,5
 _MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both

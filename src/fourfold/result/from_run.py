@@ -20,14 +20,33 @@ _MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
 # Counted from 0; runs that end earlier give their last loss.
 LOSS_STEP = 4
 # Divided by, or counted with.
-_FROM_ONE = {"gpus", "nodes", *AXES, *EXPERT_AXES, "replicate", "layers", "hidden", "heads",
-             "seq_len", "global_batch", "virtual_stages"}  # fmt: skip
+_FROM_ONE = {
+    "gpus",
+    "nodes",
+    *AXES,
+    *EXPERT_AXES,
+    "replicate",
+    "layers",
+    "hidden",
+    "heads",
+    "seq_len",
+    "global_batch",
+    "virtual_stages",
+}
 _SIGNED = {"loss", "peak_rank"}
 _NUMBERS = [n for n in RUN_FIELDS if KINDS[n].startswith(("int", "float")) and n not in _SIGNED]
 # Fields of a run in which repeats of one configuration may differ, and those told one by one; the
 # rest with its defaults.
-_OF_A_REPEAT = {"device", "steps", "warmup", "settle", "seed", "start_limit_s", "step_limit_s",
-                "refused"}  # fmt: skip
+_OF_A_REPEAT = {
+    "device",
+    "steps",
+    "warmup",
+    "settle",
+    "seed",
+    "start_limit_s",
+    "step_limit_s",
+    "refused",
+}
 _TOLD = {"model", "gpus", "layout", "batch", "policy", "note", "tag"}
 _REST = {one.name: one.default for one in fields(RunSpec) if one.name not in _TOLD | _OF_A_REPEAT}
 # Fields of a policy that a record has too; its `loss` is the measured one.
@@ -105,8 +124,9 @@ def _settings(spec: RunSpec) -> str:
     policy = {name: plain[name] for name in sorted(plain.keys() - _SHOWN.keys())}
     if spec.policy.precision_name != spec.policy.precision:
         del policy["compute_dtype"]  # the name says it
-    rest = {name: getattr(spec, name) for name, usual in _REST.items()
-            if getattr(spec, name) != usual}  # fmt: skip
+    rest = {
+        name: getattr(spec, name) for name, usual in _REST.items() if getattr(spec, name) != usual
+    }
     words = flattened(policy | codec.encode(rest, sparse=True))
     return " ".join(f"{name}={_text(value)}" for name, value in words.items())
 

@@ -20,9 +20,17 @@ from fourfold.spec.train import TrainSettings
 # ping: every rank joins and answers; finds a rank that can't come up before a long run does.
 # engine: another engine's command on every node, which starts the ranks there.
 JobKind = Literal[
-    "run", "train", "verify", "trace", "dryrun", "calibrate", "one-rank", "weights", "ping",
+    "run",
+    "train",
+    "verify",
+    "trace",
+    "dryrun",
+    "calibrate",
+    "one-rank",
+    "weights",
+    "ping",
     "engine",
-]  # fmt: skip
+]
 # These start as many processes as their run has ranks; the others simulate ranks or need none.
 _ONE_PROCESS_PER_RANK = ("run", "train", "ping", "engine")
 

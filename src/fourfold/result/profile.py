@@ -150,10 +150,19 @@ def read_profile(text: str) -> HardwareProfile:
     profile = codec.from_json(HardwareProfile, text)
     known = profile.device in ("cpu", "cuda")
     check.that(known, "device", profile.device, "must be cpu or cuda")
-    check.name(device_name=profile.device_name, host=profile.host, torch=profile.torch,
-               made_at=profile.made_at)  # fmt: skip
-    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared,
-              profile.collectives)  # fmt: skip
+    check.name(
+        device_name=profile.device_name,
+        host=profile.host,
+        torch=profile.torch,
+        made_at=profile.made_at,
+    )
+    groups = (
+        profile.gemms,
+        profile.attentions,
+        profile.copies,
+        profile.shared,
+        profile.collectives,
+    )
     for point in (profile, *(point for group in groups for point in group)):
         for field in dataclasses.fields(point):
             value = getattr(point, field.name)

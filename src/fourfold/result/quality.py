@@ -27,9 +27,12 @@ _EMULATED = 3.0
 # Driver's reasons that cost speed, by bit and in words; an idle GPU (1), a set clock (2) or one
 # kept in step with others (0x10) is no fault of the run. From NVML's list of clock event reasons.
 _SLOWING = {
-    0x04: "software power cap", 0x08: "hardware slowdown", 0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown", 0x80: "hardware power brake",
-}  # fmt: skip
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
 _SLOWING_WORDS = ("slowdown", "thermal", "power_brake", "power_cap")
 
 

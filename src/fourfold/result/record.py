@@ -23,17 +23,45 @@ RowOutcome = Outcome | Literal["absent"]
 
 # The columns of the reference schema of measured rows, with the field each is read into ('': none).
 REFERENCE_COLUMNS = {
-    "row_id": "run_id", "source": "", "stack": "stack", "cluster": "", "hardware": "hardware",
-    "gpus_per_node": "gpus_per_node", "family": "family", "model": "label", "n_layers": "layers",
-    "d_model": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads", "d_ff": "ffn",
-    "vocab": "vocab", "tied": "tied", "seq_len": "seq_len", "n_gpus": "gpus", "tp": "tp",
-    "cp": "cp", "pp": "pp", "vpp": "virtual_stages", "dp": "dp", "sharding": "sharding",
-    "sequence_parallel": "sequence_parallel", "mbs": "micro_batch",
-    "gbs": "global_batch", "precision": "precision", "act_ckpt": "recompute",
-    "attention": "attention", "net_gbs": "", "net_node_gbs": "",
-    "step_s": "step_s", "tokens_s_gpu": "tokens_s_gpu", "tflops_gpu": "tflops_gpu",
-    "flop_rule": "convention", "mem_gb": "mem_gb", "status": "status", "note": "note",
-}  # fmt: skip
+    "row_id": "run_id",
+    "source": "",
+    "stack": "stack",
+    "cluster": "",
+    "hardware": "hardware",
+    "gpus_per_node": "gpus_per_node",
+    "family": "family",
+    "model": "label",
+    "n_layers": "layers",
+    "d_model": "hidden",
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "d_ff": "ffn",
+    "vocab": "vocab",
+    "tied": "tied",
+    "seq_len": "seq_len",
+    "n_gpus": "gpus",
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "vpp": "virtual_stages",
+    "dp": "dp",
+    "sharding": "sharding",
+    "sequence_parallel": "sequence_parallel",
+    "mbs": "micro_batch",
+    "gbs": "global_batch",
+    "precision": "precision",
+    "act_ckpt": "recompute",
+    "attention": "attention",
+    "net_gbs": "",
+    "net_node_gbs": "",
+    "step_s": "step_s",
+    "tokens_s_gpu": "tokens_s_gpu",
+    "tflops_gpu": "tflops_gpu",
+    "flop_rule": "convention",
+    "mem_gb": "mem_gb",
+    "status": "status",
+    "note": "note",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +221,18 @@ class Record:
     def values(self) -> dict[str, float | None]:
         """What a `where` condition may ask (spec/expression.py)."""
         names = (
-            *AXES, *EXPERT_AXES, "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
-            "layers", "hidden", "heads", "step_s",
-        )  # fmt: skip
+            *AXES,
+            *EXPERT_AXES,
+            "micro_batch",
+            "global_batch",
+            "seq_len",
+            "gpus",
+            "nodes",
+            "layers",
+            "hidden",
+            "heads",
+            "step_s",
+        )
         asked: dict[str, float | None] = {name: getattr(self, name) for name in names}
         return asked | {"vp": self.virtual_stages} | memory_values(self.peak_bytes)
 
@@ -218,11 +255,29 @@ RUN_FIELDS = tuple(KINDS)[: list(KINDS).index("style")]
 # The model, the machine, and how the run was set up.
 MODEL_FIELDS = ("label", "model", "layers", "hidden", "heads", "seq_len", "hardware")
 CONFIG = (
-    *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "model_json",
-    "gpus_per_node", "gpus", *AXES, *EXPERT_AXES, "experts",
-    "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
-    "offload", "variant", "equivalence",
-)  # fmt: skip
+    *MODEL_FIELDS,
+    "family",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "tied",
+    "model_json",
+    "gpus_per_node",
+    "gpus",
+    *AXES,
+    *EXPERT_AXES,
+    "experts",
+    "virtual_stages",
+    "sharding",
+    "precision",
+    "recompute",
+    "stack",
+    "micro_batch",
+    "global_batch",
+    "offload",
+    "variant",
+    "equivalence",
+)
 
 
 def short_name(run: Record, among: Iterable[Record]) -> str:

@@ -70,8 +70,20 @@ class Kernels:
     attention: str  # a word of PRICED_ATTENTION
 
     def columns(self, shapes: Sequence[LayerShape]) -> Columns:
-        names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp", "experts", "top_k",
-                 "expert_ffn", "ep", "width")  # fmt: skip
+        names = (
+            "hidden",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "vocab",
+            "gated",
+            "tp",
+            "experts",
+            "top_k",
+            "expert_ffn",
+            "ep",
+            "width",
+        )
         facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
         idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}

@@ -26,8 +26,31 @@ from fourfold.spec.words import (
 
 # Sequences in a micro batch: fine where a step matters, coarse above.
 MICRO_BATCHES = (
-    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
-)  # fmt: skip
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    14,
+    16,
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+)
 # Tokens of a sequence that context parallelism leaves a rank, unless asked for: places of experts
 # multiply what there is to try.
 LEAST_PART = 512
@@ -247,9 +270,14 @@ def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple
     """What was tried on each axis, for the report."""
     dp = grid["replicate"] * grid["shard"]
     routed = {axis: grid[axis] for axis in EXPERT_AXES if grid[axis].max(initial=1) > 1}
-    axes = {**{axis: grid[axis] for axis in MODEL_AXES}, **routed, "dp": dp,
-            "dp copies": grid["replicate"], "virtual stages": grid["virtual_stages"],
-            "micro batch": micros}  # fmt: skip
+    axes = {
+        **{axis: grid[axis] for axis in MODEL_AXES},
+        **routed,
+        "dp": dp,
+        "dp copies": grid["replicate"],
+        "virtual stages": grid["virtual_stages"],
+        "micro batch": micros,
+    }
     values: dict[str, tuple[int | str, ...]] = {
         name: tuple(_different(column)) for name, column in axes.items()
     }

@@ -80,9 +80,15 @@ def _shape(
     kv_heads = max((d for d in divisors(heads) if d <= groups), default=1)
     ffn = round(base.ffn / base.hidden * hidden / (64 * tp)) * 64 * tp
     wide = replace(
-        base, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=max(64 * tp, ffn), layers=1,
-        head_dim=None, name="custom",
-    )  # fmt: skip
+        base,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=max(64 * tp, ffn),
+        layers=1,
+        head_dim=None,
+        name="custom",
+    )
     each = model_params(replace(wide, layers=2), seq_len) - model_params(wide, seq_len)
     layers = round((params - model_params(wide, seq_len)) / each) + 1
     if not 1 <= layers <= 400:

@@ -79,8 +79,20 @@ class Explanation:
         return [plain(row) for row in self.variants]
 
 
-_ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of", "held_back",
-                 "with_unproven", "best", "tie_width_pct", "operations")  # fmt: skip
+_ONLY_FITTING = (
+    "row",
+    "variants",
+    "ways",
+    "calibration",
+    "stack",
+    "rank",
+    "of",
+    "held_back",
+    "with_unproven",
+    "best",
+    "tie_width_pct",
+    "operations",
+)
 
 
 def explain(query: PlanQuery, layout: Layout) -> Explanation:

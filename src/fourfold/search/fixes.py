@@ -76,8 +76,10 @@ def _moved(layout: Layout, axis: str) -> Layout | None:
         return None
     try:
         return replace(
-            layout, shard=layout.shard // 2, **{axis: 2 * layout.size(axis)}  # type: ignore[arg-type]
-        )  # fmt: skip
+            layout,
+            shard=layout.shard // 2,
+            **{axis: 2 * layout.size(axis)},  # type: ignore[arg-type]
+        )
     except UserError:
         return None
 

@@ -15,8 +15,16 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.units import counted
 
-SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule",
-                   "virtual_stages", "recompute", "attention")  # fmt: skip
+SHOWN_OF_POLICY = (
+    "precision",
+    "sharding",
+    "sequence_parallel",
+    "cp_kind",
+    "schedule",
+    "virtual_stages",
+    "recompute",
+    "attention",
+)
 TRAINING = ("training_s", "training_s_low", "training_s_high", "gpu_hours", "cost")
 
 
@@ -97,9 +105,20 @@ class PlanRow(Choice):
         return self.fit_chance >= SURE
 
     def flat(self) -> dict[str, Any]:
-        numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
-                   "peak_bytes_high", "fit_chance", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
-                   "power_w", "joule_per_token")  # fmt: skip
+        numbers = (
+            "step_s",
+            "step_s_low",
+            "step_s_high",
+            "peak_bytes",
+            "peak_bytes_low",
+            "peak_bytes_high",
+            "fit_chance",
+            "tokens_s_gpu",
+            "tflops_gpu",
+            "mfu_pct",
+            "power_w",
+            "joule_per_token",
+        )
         return {
             "layout": str(self),
             "micro_batch": self.micro_batch,

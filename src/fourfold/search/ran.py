@@ -11,10 +11,33 @@ from fourfold.search.table import PointTable, Pool
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 # What a point must share with a run to be that run, as columns of the cost model.
-_SAME = (*MODEL_AXES, *EXPERT_AXES, "vpp", "zero", "micro", "layers", "hidden", "heads",
-         "kv_heads", "ffn", "experts", "top_k", "expert_ffn", "seq", "batch", "gpus", "full_ckpt",
-         "block_ckpt", "attn_ckpt", "norm_ckpt", "mlp_ckpt", "moe_ckpt", "moe_act_ckpt",
-         "precision", "peak")  # fmt: skip
+_SAME = (
+    *MODEL_AXES,
+    *EXPERT_AXES,
+    "vpp",
+    "zero",
+    "micro",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "seq",
+    "batch",
+    "gpus",
+    "full_ckpt",
+    "block_ckpt",
+    "attn_ckpt",
+    "norm_ckpt",
+    "mlp_ckpt",
+    "moe_ckpt",
+    "moe_act_ckpt",
+    "precision",
+    "peak",
+)
 # Columns of a table's rows that name a layout, and those of the cost model.
 _OF_ROWS = {axis: axis for axis in (*MODEL_AXES, *EXPERT_AXES) if axis != "dp"}
 _OF_ROWS |= {"virtual_stages": "vpp", "zero": "zero"}

@@ -131,9 +131,14 @@ def _with_chance(space: PointTable, index: Places, least: float) -> Bools:
 
 # How choices that a field of the query decides begin, as precision always is: nobody is to be kept
 # from what was asked for.
-_DECIDED = {"sharding": "zero", "recompute": "recompute", "cp_kind": "context parallel",
-            "schedule": "schedule", "virtual_stages": "virtual stages",
-            "micro_batch": "more than one sequence"}  # fmt: skip
+_DECIDED = {
+    "sharding": "zero",
+    "recompute": "recompute",
+    "cp_kind": "context parallel",
+    "schedule": "schedule",
+    "virtual_stages": "virtual stages",
+    "micro_batch": "more than one sequence",
+}
 
 
 def unproven(space: PointTable) -> Bools:

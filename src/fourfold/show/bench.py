@@ -195,8 +195,10 @@ def _format_rows(plain: dict[str, Any]) -> list[list[str]]:
 def _machine_rows(plain: dict[str, Any]) -> list[list[str]]:
     lines = []
     for name, unit, scale in (
-        ("clock_hz", "MHz", 1e6), ("power_w", "W", 1.0), ("temperature_c", "C", 1.0),
-    ):  # fmt: skip
+        ("clock_hz", "MHz", 1e6),
+        ("power_w", "W", 1.0),
+        ("temperature_c", "C", 1.0),
+    ):
         if name in plain:
             low, high = plain[name]["low"] / scale, plain[name]["high"] / scale
             text = f"{low:.0f} to {high:.0f} {unit}"
@@ -219,9 +221,13 @@ def oom_page(oom: dict[str, Any]) -> list[Part]:
     parts: list[Part] = ["", _moment(oom), ""]
     if oom["largest"]:
         columns = {
-            "kind": "kind", "name": "name", "shape": "shape", "format": "dtype", "made by": "op",
+            "kind": "kind",
+            "name": "name",
+            "shape": "shape",
+            "format": "dtype",
+            "made by": "op",
             "in": "phase",
-        }  # fmt: skip
+        }
         tensors = table(
             oom["largest"],
             *named("largest tensors=bytes:bytes"),

@@ -150,9 +150,12 @@ def loss_picture(points: Sequence[Point], title: str, path: str) -> bytes:
     width = max(1, len(points) // 50)
     if width > 1:
         axes.plot(
-            steps, running_mean(losses, width), color="#3b6ea5", linewidth=1.8,
+            steps,
+            running_mean(losses, width),
+            color="#3b6ea5",
+            linewidth=1.8,
             label=f"mean of {width} steps",
-        )  # fmt: skip
+        )
     rate = axes.twinx()
     rate.plot(steps, [point.lr for point in points], color="#d08770", linewidth=1.0, ls="--")
     rate.set_ylabel("learning rate", color="#b0603f")

@@ -24,11 +24,21 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 # Columns that tables of runs share.
-_RUN = ("model", "layout", "seq=seq_len", "micro=micro_batch", "global=global_batch", "precision",
-        "sharding")  # fmt: skip
+_RUN = (
+    "model",
+    "layout",
+    "seq=seq_len",
+    "micro=micro_batch",
+    "global=global_batch",
+    "precision",
+    "sharding",
+)
 # Shown where runs would look alike without; repeats may be of other hosts.
-_TELLING = [name for name in RUN_FIELDS[: RUN_FIELDS.index("tag")]
-            if name not in ("run_id", "repeat", "host", "outcome", "model_json")]  # fmt: skip
+_TELLING = [
+    name
+    for name in RUN_FIELDS[: RUN_FIELDS.index("tag")]
+    if name not in ("run_id", "repeat", "host", "outcome", "model_json")
+]
 _FIGURES = ("step time=step_s:seconds", "tokens/s/GPU=tokens_s_gpu:,.0f")
 
 
@@ -253,10 +263,12 @@ def verified_page(answer: Verified) -> list[Part]:
     )
     hidden = len(rows) - len(shown)
     more = [f"{hidden} more passed (--format json has all)"] if hidden > 0 else []
-    errors = [f"{r['family']} {r['layout']} {r['policy']}: {r['error']}" for r in rows
-              if r.get("error")]  # fmt: skip
-    names = Counter(f"{r['family']}: {'; '.join(r['signature'])}" for r in rows
-                    if r.get("signature"))  # fmt: skip
+    errors = [
+        f"{r['family']} {r['layout']} {r['policy']}: {r['error']}" for r in rows if r.get("error")
+    ]
+    names = Counter(
+        f"{r['family']}: {'; '.join(r['signature'])}" for r in rows if r.get("signature")
+    )
     said = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
     return [checked, "", *more, *errors, *said, *_routing(rows), _verification(answer)]
 

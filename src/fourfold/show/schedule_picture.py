@@ -188,6 +188,9 @@ def _add_key(figure: Figure, line: Timeline) -> None:
         for key, name in zip(keys, names, strict=True)
     ]
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(_kinds(line)), frameon=False,
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(_kinds(line)),
+        frameon=False,
         fontsize=7,
-    )  # fmt: skip
+    )

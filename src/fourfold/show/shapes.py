@@ -17,20 +17,35 @@ if TYPE_CHECKING:
 
 _NEIGHBOURS = 9
 # What tables of sizes show beside a value.
-_BESIDE = {"heads": "", "head_size": "", "attention_loss": ".2f", "expert_ffn": "", "top_k": "",
-           "rows": ",d"}  # fmt: skip
+_BESIDE = {
+    "heads": "",
+    "head_size": "",
+    "attention_loss": ".2f",
+    "expert_ffn": "",
+    "top_k": "",
+    "rows": ",d",
+}
 _SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 
 
 def models_page(answer: Models) -> list[Part]:
     rows = [
-        [one.name, *(str(getattr(one.shape, name)) for name in _SHAPE),
-         _experts_cell(one.shape), f"{one.params:,}",
-         or_dash(one.active_params, ",")]
+        [
+            one.name,
+            *(str(getattr(one.shape, name)) for name in _SHAPE),
+            _experts_cell(one.shape),
+            f"{one.params:,}",
+            or_dash(one.active_params, ","),
+        ]
         for one in answer.models
-    ]  # fmt: skip
-    headings = ["model", *(name.removesuffix("_heads") for name in _SHAPE), "experts",
-                "params", "active"]  # fmt: skip
+    ]
+    headings = [
+        "model",
+        *(name.removesuffix("_heads") for name in _SHAPE),
+        "experts",
+        "params",
+        "active",
+    ]
     tokens = answer.models[0].seq_len
     note = f"learned positions of MPT follow the sequence: counted at {tokens} tokens"
     active = (

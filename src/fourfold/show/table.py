@@ -26,8 +26,11 @@ Part = str | Grid
 # A heading, and the cell of an item under it.
 Column = tuple[str, Callable[[Any], str]]
 _FORMS: dict[str, Callable[[float], str]] = {
-    "bytes": show_bytes, "count": show_count, "seconds": show_seconds, "short": short_s,
-}  # fmt: skip
+    "bytes": show_bytes,
+    "count": show_count,
+    "seconds": show_seconds,
+    "short": short_s,
+}
 
 
 def table(items: Iterable[Any], *columns: Column) -> Grid:

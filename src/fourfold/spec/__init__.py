@@ -8,5 +8,13 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 __all__ = [
-    "Batch", "Cluster", "Device", "Layout", "Link", "ModelShape", "Policy", "Ramp", "RunSpec",
-]  # fmt: skip
+    "Batch",
+    "Cluster",
+    "Device",
+    "Layout",
+    "Link",
+    "ModelShape",
+    "Policy",
+    "Ramp",
+    "RunSpec",
+]

@@ -20,9 +20,21 @@ from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.units import size_from
 
 NAMES = (
-    *AXES, *EXPERT_AXES, "vp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
-    "layers", "hidden", "heads", "mem_gib", "mem_gb", "step_s",
-)  # fmt: skip
+    *AXES,
+    *EXPERT_AXES,
+    "vp",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "gpus",
+    "nodes",
+    "layers",
+    "hidden",
+    "heads",
+    "mem_gib",
+    "mem_gb",
+    "step_s",
+)
 FUNCTIONS = ("log2", "ceil")
 MAX_TEXT = 1000
 MAX_DEPTH = 40

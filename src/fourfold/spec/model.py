@@ -12,9 +12,25 @@ from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.layers import FeedForward, LayerKind, LayerRun, Mixer, runs_of
 
 Family = Literal[
-    "mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere",
-    "mixtral", "qwen-moe", "olmoe", "deepseek", "glm", "gpt-oss", "llama4", "granite-moe", "grok",
-]  # fmt: skip
+    "mpt",
+    "gpt",
+    "llama",
+    "nemotron",
+    "qwen",
+    "olmo",
+    "gemma",
+    "falcon",
+    "cohere",
+    "mixtral",
+    "qwen-moe",
+    "olmoe",
+    "deepseek",
+    "glm",
+    "gpt-oss",
+    "llama4",
+    "granite-moe",
+    "grok",
+]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Norm = Literal["layernorm", "layernorm-nobias", "layernorm-noweight", "rmsnorm"]
 Activation = Literal["gelu", "relu", "relu2", "silu", "swiglu", "geglu", "reglu"]
@@ -25,11 +41,23 @@ GATED: tuple[Activation, ...] = ("swiglu", "geglu", "reglu")
 QkNorm = Literal["none", "head", "heads", "width"]
 # What a model computes beyond the fields of its shape. None has parameters or takes much time.
 Variant = Literal[
-    "dropout", "soft-caps", "multipliers", "clipped-qkv", "unit-offset-norm", "no-rope-layers",
-    "other-rope", "two-ropes", "interleaved-rope", "alibi-slopes", "residual-after-norm",
-    "clipped-swiglu", "scored-inputs", "unweighted-qk-norm", "router-noise",
+    "dropout",
+    "soft-caps",
+    "multipliers",
+    "clipped-qkv",
+    "unit-offset-norm",
+    "no-rope-layers",
+    "other-rope",
+    "two-ropes",
+    "interleaved-rope",
+    "alibi-slopes",
+    "residual-after-norm",
+    "clipped-swiglu",
+    "scored-inputs",
+    "unweighted-qk-norm",
+    "router-noise",
     "chunked-attention",
-]  # fmt: skip
+]
 VARIANTS: dict[Variant, str] = {
     "dropout": "dropout",
     "soft-caps": "soft-capped logits",

@@ -248,8 +248,16 @@ def fill_dp(layout: Layout, gpus: int) -> Layout:
     return replace(layout, replicate=1, shard=gpus // used)
 
 
-CHOSEN = (*SIZES, *EXPERT_AXES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
-          "micro_batch")  # fmt: skip
+CHOSEN = (
+    *SIZES,
+    *EXPERT_AXES,
+    "cp_kind",
+    "virtual_stages",
+    "schedule",
+    "zero",
+    "recompute",
+    "micro_batch",
+)
 
 
 def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:

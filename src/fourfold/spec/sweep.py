@@ -79,9 +79,11 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
     table = base.pop("sweep", None)
     if not isinstance(table, dict):
         raise UserError(
-            "is missing", field="[sweep]", hint="add a [sweep] table with lists, such as "
+            "is missing",
+            field="[sweep]",
+            hint="add a [sweep] table with lists, such as "
             "tp = [1, 2]; 'fourfold bench --spec FILE' runs a single configuration",
-        )  # fmt: skip
+        )
     flat = dict(leaves(table))
     rules = {name: base.pop(name, flat.pop(name, None)) for name in _RESERVED}
     axes = []
@@ -240,11 +242,16 @@ def values_of(spec: RunSpec, gpus_per_node: int) -> dict[str, float | None]:
     """What a condition may ask about a run that has not run."""
     return {
         **spec.layout.sizes,
-        "vp": spec.policy.virtual_stages, "micro_batch": spec.batch.micro_batch,
-        "global_batch": spec.batch.global_batch, "seq_len": spec.batch.seq_len, "gpus": spec.gpus,
-        "nodes": -(-spec.gpus // gpus_per_node), "layers": spec.model.layers,
-        "hidden": spec.model.hidden, "heads": spec.model.heads,
-    }  # fmt: skip
+        "vp": spec.policy.virtual_stages,
+        "micro_batch": spec.batch.micro_batch,
+        "global_batch": spec.batch.global_batch,
+        "seq_len": spec.batch.seq_len,
+        "gpus": spec.gpus,
+        "nodes": -(-spec.gpus // gpus_per_node),
+        "layers": spec.model.layers,
+        "hidden": spec.model.hidden,
+        "heads": spec.model.heads,
+    }
 
 
 def _loose_values(sweep: Sweep, table: dict[str, Any], spec: RunSpec) -> dict[str, float | None]:

@@ -80,24 +80,46 @@ Routing = Literal["natural", "forced"]
 
 # What others call them. Keys are lower case with '-' for '_' and blanks.
 SHARDING = {
-    "ddp": "zero0", "no-shard": "zero0", "none": "zero0",
-    "distributed-optimizer": "zero1", "distopt": "zero1", "shard-grad-op": "zero2",
-    "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "full-shard": "zero3",
-    "hsdp": "zero3", "hybrid-shard": "zero3",
+    "ddp": "zero0",
+    "no-shard": "zero0",
+    "none": "zero0",
+    "distributed-optimizer": "zero1",
+    "distopt": "zero1",
+    "shard-grad-op": "zero2",
+    "fsdp": "zero3",
+    "fsdp1": "zero3",
+    "fsdp2": "zero3",
+    "full-shard": "zero3",
+    "hsdp": "zero3",
+    "hybrid-shard": "zero3",
     **{f"{word}{n}": f"zero{n}" for n in range(4) for word in ("", "zero-", "stage", "stage-")},
-}  # fmt: skip
+}
 # FSDP inside groups of ranks, with a copy of the state in each group.
 HYBRID = ("hsdp", "hybrid-shard")
 PRECISION = {
-    "bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "amp-bf16": "bf16-mixed", "amp-fp8": "fp8",
-    "amp-fp16": "fp16", "fp16-mixed": "fp16", "float16": "fp16", "float32": "fp32",
-    "float64": "fp64", "float8": "fp8", "fp8-mixed": "fp8", "nvfp4": "fp4",
-}  # fmt: skip
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "amp-bf16": "bf16-mixed",
+    "amp-fp8": "fp8",
+    "amp-fp16": "fp16",
+    "fp16-mixed": "fp16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8": "fp8",
+    "fp8-mixed": "fp8",
+    "nvfp4": "fp4",
+}
 SCHEDULE = {
-    "interleaved1f1b": "interleaved", "interleaved-1f1b": "interleaved", "afab": "gpipe",
-    "zerobubble": "zero-bubble", "zb": "zero-bubble", "zbh1": "zero-bubble", "zb-h1": "zero-bubble",
+    "interleaved1f1b": "interleaved",
+    "interleaved-1f1b": "interleaved",
+    "afab": "gpipe",
+    "zerobubble": "zero-bubble",
+    "zb": "zero-bubble",
+    "zbh1": "zero-bubble",
+    "zb-h1": "zero-bubble",
     "vpp": "interleaved",
-}  # fmt: skip
+}
 CP_KIND = {
     "p2p": "ring",
     "ring-attention": "ring",
@@ -120,18 +142,30 @@ RECOMPUTE_MODULES = {
     "moe_act": "moe-act",
 }
 POLICY = {
-    "sharding": SHARDING, "precision": PRECISION, "schedule": SCHEDULE, "cp_kind": CP_KIND,
+    "sharding": SHARDING,
+    "precision": PRECISION,
+    "schedule": SCHEDULE,
+    "cp_kind": CP_KIND,
     "recompute": {
         f"{start}{plain_word(modules)}": kind
         for modules, kind in RECOMPUTE_MODULES.items()
         for start in ("", "selective:")
     },
-}  # fmt: skip
+}
 _SIZES = (
-    "gpus", "policy.virtual_stages", "batch.seq_len", "batch.micro_batch", "batch.global_batch",
-    "layout.pp", "layout.cp", "layout.tp", "layout.replicate", "layout.shard", "layout.ep",
+    "gpus",
+    "policy.virtual_stages",
+    "batch.seq_len",
+    "batch.micro_batch",
+    "batch.global_batch",
+    "layout.pp",
+    "layout.cp",
+    "layout.tp",
+    "layout.replicate",
+    "layout.shard",
+    "layout.ep",
     "layout.etp",
-)  # fmt: skip
+)
 _TOKENS = re.compile(r"(.*?)\s*(tok|toks|token|tokens)\Z", re.IGNORECASE)
 
 
@@ -298,8 +332,11 @@ def _reader(path: str, inner: Mapping[str, Any]) -> Callable[[str], Any]:
 
 def _note(path: str, typed: str, value: Any) -> str:
     name = path.rpartition(".")[2].replace("_", "-")
-    unit = {"batch.seq_len": " tokens", "batch.global_batch": " sequences",
-            "batch.micro_batch": " sequences"}.get(path, "")  # fmt: skip
+    unit = {
+        "batch.seq_len": " tokens",
+        "batch.global_batch": " sequences",
+        "batch.micro_batch": " sequences",
+    }.get(path, "")
     number = f"{value:,}" if isinstance(value, int) else value
     if path == "policy.sharding" and is_hybrid(typed):
         unit = " with replicas"
@@ -308,14 +345,35 @@ def _note(path: str, typed: str, value: Any) -> str:
 
 # Planted on purpose: each must fail.
 ExpertFault = Literal[
-    "expert-scale", "expert-group", "expert-norm", "expert-norm-twice", "router-sum",
-    "scores-left", "scores-twice", "scores-cut", "shared-sum", "balance-micro", "balance-scale",
-    "balance-lost", "balance-rank", "bias-twice", "drop-order", "idle-decay",
-]  # fmt: skip
+    "expert-scale",
+    "expert-group",
+    "expert-norm",
+    "expert-norm-twice",
+    "router-sum",
+    "scores-left",
+    "scores-twice",
+    "scores-cut",
+    "shared-sum",
+    "balance-micro",
+    "balance-scale",
+    "balance-lost",
+    "balance-rank",
+    "bias-twice",
+    "drop-order",
+    "idle-decay",
+]
 # Those of the last line are planted below any engine, the others in our own.
 Fault = Literal[
-    "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
-    "layer-skip", "kv-head", "stale-weight", "norm-twice",
+    "loss-divisor",
+    "tied-grad",
+    "cp-positions",
+    "norm-grad",
+    "layer-skip",
+    "kv-head",
+    "stale-weight",
+    "norm-twice",
     ExpertFault,
-    "lost-sum", "norm-shard", "doubled-loss",
-]  # fmt: skip
+    "lost-sum",
+    "norm-shard",
+    "doubled-loss",
+]

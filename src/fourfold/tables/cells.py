@@ -30,11 +30,23 @@ _PRECISION = {
 }
 _WORDS: dict[str, State] = {
     **{outcome: outcome for outcome in OUTCOMES if outcome != "ok"},
-    "out of memory": "oom", "cuda oom": "oom", "fail": "crashed", "failed": "crashed",
-    "crash": "crashed", "error": "crashed", "hang": "hung", "hangs": "hung",
-    "gb": "unknown", "gib": "unknown", "n/a": "unknown", "na": "unknown", "none": "unknown",
-    "nan": "unknown", "?": "unknown", "tbd": "unknown",
-}  # fmt: skip
+    "out of memory": "oom",
+    "cuda oom": "oom",
+    "fail": "crashed",
+    "failed": "crashed",
+    "crash": "crashed",
+    "error": "crashed",
+    "hang": "hung",
+    "hangs": "hung",
+    "gb": "unknown",
+    "gib": "unknown",
+    "n/a": "unknown",
+    "na": "unknown",
+    "none": "unknown",
+    "nan": "unknown",
+    "?": "unknown",
+    "tbd": "unknown",
+}
 
 
 def state(text: str) -> State:

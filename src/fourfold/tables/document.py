@@ -63,11 +63,18 @@ _SETTING = re.compile(
     r"\b(NHIDDEN|NLAYERS|NHEADS|NKVHEADS|NFFN|GBS|MBS|SEQ_?LEN|VOCAB(?:_SIZE)?)\s*=\s*([0-9]+)"
 )
 _FIELDS = {
-    "NHIDDEN": "hidden", "NLAYERS": "layers", "NHEADS": "heads", "NKVHEADS": "kv_heads",
-    "NFFN": "ffn", "GBS": "global_batch",
-    "MBS": "micro_batch", "SEQLEN": "seq_len", "SEQ_LEN": "seq_len",
-    "VOCAB": "vocab", "VOCAB_SIZE": "vocab",
-}  # fmt: skip
+    "NHIDDEN": "hidden",
+    "NLAYERS": "layers",
+    "NHEADS": "heads",
+    "NKVHEADS": "kv_heads",
+    "NFFN": "ffn",
+    "GBS": "global_batch",
+    "MBS": "micro_batch",
+    "SEQLEN": "seq_len",
+    "SEQ_LEN": "seq_len",
+    "VOCAB": "vocab",
+    "VOCAB_SIZE": "vocab",
+}
 _MODEL = re.compile(
     r"\b((?:mpt|llama|gpt|bloom|nemotron)-[A-Za-z0-9.-]*[A-Za-z0-9])", re.IGNORECASE
 )

@@ -42,9 +42,21 @@ def publish(records: Iterable[Record], style: str, rule: str) -> Document:
 
 
 _GROUP = (
-    "label", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
-    "model_json", "seq_len", "hardware", "precision", "recompute",
-)  # fmt: skip
+    "label",
+    "family",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "tied",
+    "model_json",
+    "seq_len",
+    "hardware",
+    "precision",
+    "recompute",
+)
 _MPT_GROUP = ("hardware", "precision")
 
 
@@ -218,17 +230,43 @@ def _scaling_cell(record: Record | None) -> str:
 
 
 _WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
-    "mpt": _mpt, "topology": _topology, "scaling": _scaling,
-}  # fmt: skip
+    "mpt": _mpt,
+    "topology": _topology,
+    "scaling": _scaling,
+}
 
 
 # Keys of a record as other tools read it, in base units; a field has the same name but for these.
 _PLAIN = (
-    "row_id", "stack", "label", "hardware", "gpus", "nodes", *AXES, *EXPERT_AXES, "experts",
-    "virtual_stages", "sharding", "precision", "recompute", "seq_len", "micro_batch",
-    "global_batch", "step_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb",
-    "params", "equivalence", "status", "note", "measured_at", "predicted_s",
-)  # fmt: skip
+    "row_id",
+    "stack",
+    "label",
+    "hardware",
+    "gpus",
+    "nodes",
+    *AXES,
+    *EXPERT_AXES,
+    "experts",
+    "virtual_stages",
+    "sharding",
+    "precision",
+    "recompute",
+    "seq_len",
+    "micro_batch",
+    "global_batch",
+    "step_s",
+    "tokens_s_gpu",
+    "tflops_gpu",
+    "mfu_pct",
+    "hfu_pct",
+    "mem_gb",
+    "params",
+    "equivalence",
+    "status",
+    "note",
+    "measured_at",
+    "predicted_s",
+)
 _RENAMED = {"row_id": "run_id", "status": "outcome", "measured_at": "started_at"}
 
 

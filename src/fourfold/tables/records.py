@@ -22,9 +22,15 @@ _MPT_RECOMPUTE = {word.lower(): ours for ours, word in styles.CHECKPOINTING.item
 _SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
 _NEVER_ZERO = ("step_s", "tflops_gpu", "mem_gb")
 _TELL_APART = (
-    "cluster", "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
-    "cuda_graph", "unmodelled",
-)  # fmt: skip
+    "cluster",
+    "dispatcher",
+    "a2a_overlap",
+    "routing",
+    "capacity_factor",
+    "recompute_modules",
+    "cuda_graph",
+    "unmodelled",
+)
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 

@@ -111,9 +111,12 @@ def batch_heading(file: TablesFile) -> Iterator[Finding]:
                 value = getattr(record, name)
                 if name in record.cells and value is not None and value != stated:
                     yield finding(
-                        record, "batch-heading", f"{shown} {value}",
-                        f"{stated}, as the text above says", _heading_fix(record, name, stated),
-                    )  # fmt: skip
+                        record,
+                        "batch-heading",
+                        f"{shown} {value}",
+                        f"{stated}, as the text above says",
+                        _heading_fix(record, name, stated),
+                    )
 
 
 def _heading_fix(record: Record, name: str, stated: int) -> str:

@@ -104,9 +104,10 @@ def swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
         whole, pair = (sums[key] for key in _sum_keys(record))
         others = [all_rows - alike for all_rows, alike in zip(whole, pair, strict=True)]
         if _misfit(record, others) > _misfit(twins[0], others) or (
-            not others[0] and len(twins) >= len(seen[model, seconds, tflops])
+            not others[0]
+            and len(twins) >= len(seen[model, seconds, tflops])
             and record.line > twins[0].line
-        ):  # fmt: skip
+        ):
             problem = _exchanged(record, f"as in line {twins[0].line}")
             yield finding(record, "swapped-values", *problem)
 

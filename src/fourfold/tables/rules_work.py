@@ -101,9 +101,12 @@ def _likely(record: Record, shape: Shape | None, seq_len: int) -> float | None:
 def _convention(record: Record, stated: str, names: list[str]) -> Finding:
     likely = ", ".join(names) if names else "no known convention"
     return finding(
-        record, "convention-mix", f"{record.text('tflops_gpu') or record.tflops_gpu} by {likely}",
-        f"by {stated}", f"restate the row by {stated}",
-    )  # fmt: skip
+        record,
+        "convention-mix",
+        f"{record.text('tflops_gpu') or record.tflops_gpu} by {likely}",
+        f"by {stated}",
+        f"restate the row by {stated}",
+    )
 
 
 # What published counts of models with experts got wrong: all experts as active; a window as if it
@@ -135,10 +138,12 @@ def _miscount(record: Record, work: float, seq_len: int) -> Finding | None:
         right = seq_len * flops_per_token(shape, record, rules[0], seq_len)
         tflops = record.tflops_gpu or 0.0
         return finding(
-            record, "experts-counted", f"{tflops:g} TFLOPs count {words} (by {rules[0]})",
+            record,
+            "experts-counted",
+            f"{tflops:g} TFLOPs count {words} (by {rules[0]})",
             f"{tflops * right / work:.4g} TFLOPs: {model.top_k} of {model.experts} experts a token",
             "count again by the shape (fourfold flops)",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -202,10 +207,12 @@ def _reference_finding(record: Record, residual: float) -> Finding:
         return found
     right = tflops / (1 + residual)
     return finding(
-        record, "work-constant", f"{tflops:g} TFLOPs at {speed:g} tokens/s/GPU",
+        record,
+        "work-constant",
+        f"{tflops:g} TFLOPs at {speed:g} tokens/s/GPU",
         f"{right:.4g} TFLOPs by {record.convention}",
         f"tflops_gpu {right:.4g} or tokens_s_gpu {speed * (1 + residual):.6g}",
-    )  # fmt: skip
+    )
 
 
 def mpt_work(file: TablesFile) -> Iterator[Finding]:

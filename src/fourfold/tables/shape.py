@@ -26,8 +26,15 @@ NOTES_VOCAB = 250_880
 NOTES_SEQ_LEN = 2048
 # What a row may say of its model, by the names of ModelShape.
 SHAPE_FIELDS = (
-    "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
-)  # fmt: skip
+    "family",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "tied",
+)
 # Vocabularies in use, for bounds where none is stated.
 _LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
 
@@ -114,16 +121,22 @@ def _told(record: Record) -> dict[str, Any]:
         rope = size("qk_rope_dim")
         nope, v = size("head_dim") - rope, size("v_head_dim")
         told["latent"] = {
-            "kv_rank": rank, "q_rank": size("q_lora_rank"), "nope": nope, "rope": rope, "v": v,
-        }  # fmt: skip
+            "kv_rank": rank,
+            "q_rank": size("q_lora_rank"),
+            "nope": nope,
+            "rope": rope,
+            "v": v,
+        }
     else:
         told["head_dim"] = size("head_dim")
     if record.experts and size("experts_per_token"):
         told |= {"experts": record.experts, "top_k": size("experts_per_token")}
         told["moe"] = {
-            "ffn": size("expert_ffn") or record.ffn, "shared_ffn": size("shared_ffn"),
-            "dense_first": size("dense_layers"), "every": size("moe_every") or 1,
-        }  # fmt: skip
+            "ffn": size("expert_ffn") or record.ffn,
+            "shared_ffn": size("shared_ffn"),
+            "dense_first": size("dense_layers"),
+            "every": size("moe_every") or 1,
+        }
     return {name: value for name, value in told.items() if value}
 
 

@@ -97,21 +97,29 @@ MPT = (
     Column("Precision", "precision", lambda r: _precision(r)[0]),
     Column("MP Mode", "mp_mode", lambda r: _precision(r)[1]),
     Column("Sharding Strategy", "sharding", _strategy),
-    Column("Activation Checkpointing", "recompute",
-           lambda r: CHECKPOINTING.get(r.recompute, r.recompute)),
-    Column("Activation CPUOffload", "offload",
-           lambda r: r.text("offload") or str(r.offload not in ("", "none"))),
+    Column(
+        "Activation Checkpointing",
+        "recompute",
+        lambda r: CHECKPOINTING.get(r.recompute, r.recompute),
+    ),
+    Column(
+        "Activation CPUOffload",
+        "offload",
+        lambda r: r.text("offload") or str(r.offload not in ("", "none")),
+    ),
     _plain("NumParams", "params"),
-)  # fmt: skip
+)
 # Beside the published columns, where runs differ in what these do not say.
 SETTINGS = Column(
     "Settings", "variant", lambda r: r.variant, lambda rows: len({r.variant for r in rows}) > 1
 )
 # Where some are of a training, others of a benchmark.
 EQUIVALENCE = Column(
-    "Equivalence", "equivalence", lambda r: r.equivalence,
+    "Equivalence",
+    "equivalence",
+    lambda r: r.equivalence,
     lambda rows: len({r.equivalence for r in rows}) > 1,
-)  # fmt: skip
+)
 
 
 def _size(record: Record) -> str:
@@ -174,18 +182,20 @@ TOPOLOGY = (
     Column("ETP", "etp", lambda r: str(r.etp), _above_one("etp")),
     Column("Experts", "experts", lambda r: str(r.experts or ""), _above_one("experts")),
     Column("Active", "active", _active, _above_one("experts")),
-    Column("VP", "virtual_stages", lambda r: str(r.virtual_stages or 1),
-           _above_one("virtual_stages")),
+    Column(
+        "VP", "virtual_stages", lambda r: str(r.virtual_stages or 1), _above_one("virtual_stages")
+    ),
     _plain("MBS", "micro_batch"),
     _plain("GBS", "global_batch"),
     Column("Mem", "mem_gb", lambda r: "OOM" if r.outcome == "oom" else cells.gigabytes(r.mem_gb)),
     Column("Sec/it", "step_s", _seconds),
-    Column("TFLOPs", "tflops_gpu",
-           lambda r: cells.figure(r.tflops_gpu) if r.outcome == "ok" else ""),
+    Column(
+        "TFLOPs", "tflops_gpu", lambda r: cells.figure(r.tflops_gpu) if r.outcome == "ok" else ""
+    ),
     EQUIVALENCE,
     replace(SETTINGS, needed=lambda rows: SETTINGS.needed(rows) and not _are_noted(rows)),
     Column("Notes", "note", lambda r: r.note),
-)  # fmt: skip
+)
 # The same under names of other logs and spreadsheets.
 _OTHER_NAMES = {
     heading: field

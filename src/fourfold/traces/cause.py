@@ -125,11 +125,15 @@ def _slow_products(case: TraceCase, ratios: dict[str, float]) -> Iterator[Cause]
     slow = [name for name, share in ratios.items() if share > 1.2 and name in parts.PRODUCTS]
     over = case.over(*slow) if slow else 0.0
     named = ", ".join(name.removeprefix("GEMM: ") for name in slow)
-    odd = sorted({
-        size
-        for at, one in case.run.placed.weighed.items() if case.run.placed.part[at] in slow
-        for size in (one.ins, one.outs) if size % 64
-    })  # fmt: skip
+    odd = sorted(
+        {
+            size
+            for at, one in case.run.placed.weighed.items()
+            if case.run.placed.part[at] in slow
+            for size in (one.ins, one.outs)
+            if size % 64
+        }
+    )
     why = f"; {odd[0]:,} is no multiple of 64" if odd else ""
     evidence = f"{ratio(case, tuple(slow)):.2f} times what their shapes should take{why}"
     yield cause("products", over, evidence, *slow, named=named)

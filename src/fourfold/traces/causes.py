@@ -201,7 +201,17 @@ def _slow_experts(case: TraceCase) -> Iterator[Cause]:
 
 
 _LOOKS: tuple[Callable[[TraceCase], Iterator[Cause]], ...] = (
-    data, sync, memory, launches, outside, fp32,
-    clock, attention, uncompiled, recompute,
-    _communication, _imbalance, _slow_experts,
-)  # fmt: skip
+    data,
+    sync,
+    memory,
+    launches,
+    outside,
+    fp32,
+    clock,
+    attention,
+    uncompiled,
+    recompute,
+    _communication,
+    _imbalance,
+    _slow_experts,
+)

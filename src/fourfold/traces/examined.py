@@ -124,10 +124,16 @@ def sizes_of(spec: RunSpec, shapes: Shapes, counts: Counts) -> tuple[Shapes, Cou
     tokens, micros = batch.micro_batch * length, batch.micro_count(layout.dp)
     layers = model.layers // layout.pp
     known = replace(
-        shapes, tokens=tokens, sequences=batch.micro_batch, length=length,
-        hidden=model.hidden, vocab=model.vocab // layout.tp, experts=model.experts // layout.ep,
-        expert_rows=tokens * model.top_k, expert_ffn=model.moe.ffn if model.moe else 0,
-    )  # fmt: skip
+        shapes,
+        tokens=tokens,
+        sequences=batch.micro_batch,
+        length=length,
+        hidden=model.hidden,
+        vocab=model.vocab // layout.tp,
+        experts=model.experts // layout.ep,
+        expert_rows=tokens * model.top_k,
+        expert_ffn=model.moe.ffn if model.moe else 0,
+    )
     calls = micros * layers
     return known, replace(
         counts, micro_batches=micros, layers=layers, forwards=calls, backwards=calls

@@ -38,9 +38,14 @@ _PLAIN_PASSES, _FUSED_PASSES = 72.0, 16.0
 _PLAIN_ROUTING = ("indexing_backward", "_index_put_impl_", "index_put")
 # Half widths (log) of what runs over memory: engines differ in what they fuse.
 _WIDTH = {
-    parts.ELEMENTWISE: 0.40, parts.LOSS: 0.45, parts.COPIES: 0.60, parts.OPTIMIZER: 0.30,
-    parts.ROUTING: 0.30, parts.EMBEDDING: 0.90, parts.BETWEEN: 0.70,
-}  # fmt: skip
+    parts.ELEMENTWISE: 0.40,
+    parts.LOSS: 0.45,
+    parts.COPIES: 0.60,
+    parts.OPTIMIZER: 0.30,
+    parts.ROUTING: 0.30,
+    parts.EMBEDDING: 0.90,
+    parts.BETWEEN: 0.70,
+}
 # Of a step: what waits for launches and a last synchronisation is never quite zero.
 _IDLE_SHARE = 0.006
 
@@ -143,8 +148,15 @@ def _product_s(rates: Rates, m: int, n: int, k: int, groups: int, of: str, part:
         )
     shared = (m, k / groups) if of == "weights" else (m / groups, k)
     phase = "weights" if of == "weights" else "forward"
-    op = Op(name="", kind="grouped product", phase=phase, groups=groups * one, m=shared[0] * one,
-            n=n * one, k=shared[1] * one)  # fmt: skip
+    op = Op(
+        name="",
+        kind="grouped product",
+        phase=phase,
+        groups=groups * one,
+        m=shared[0] * one,
+        n=n * one,
+        k=shared[1] * one,
+    )
     return of_one(rates.grouped_product(op))
 
 
@@ -202,9 +214,13 @@ def _params(run: Examined, spec: RunSpec) -> RankParams:
     length = spec.batch.seq_len
     is_sharded = run.value("engine") in ("torchtitan", "fsdp2")
     return rank_params(
-        spec.model, spec.layout, seq_len=length, rank=0, zero=max(spec.policy.zero, is_sharded),
+        spec.model,
+        spec.layout,
+        seq_len=length,
+        rank=0,
+        zero=max(spec.policy.zero, is_sharded),
         stages=stage_layers(spec.model, spec.layout.pp, length),
-    )  # fmt: skip
+    )
 
 
 def _of_weights(run: Examined, c: Columns) -> dict[str, float]:

@@ -19,9 +19,13 @@ STAND_IN, UNPLACED = "stand-ins of peers", "unplaced"
 COMMUNICATION = "communication: "  # an axis follows
 # Time in which nothing runs on the device.
 DATA, LAUNCHES, SYNC, MEMORY, BETWEEN, OUTSIDE = (
-    "waiting: data", "waiting: launches", "waiting: synchronisation", "waiting: memory",
-    "between kernels", "waiting: host",
-)  # fmt: skip
+    "waiting: data",
+    "waiting: launches",
+    "waiting: synchronisation",
+    "waiting: memory",
+    "between kernels",
+    "waiting: host",
+)
 WAITS = (DATA, LAUNCHES, SYNC, MEMORY, OUTSIDE)
 IDLE = (*WAITS, BETWEEN)
 _OVER_MEMORY = (ELEMENTWISE, EMBEDDING, ROUTING, LOSS, OPTIMIZER, COPIES)

@@ -180,8 +180,10 @@ def _attention(linked: Linked, placed: Placed) -> tuple[str, str]:
 def _compiled(linked: Linked) -> tuple[bool, str]:
     names = linked.trace.texts
     fused = sum(1 for name in names if name.startswith(("triton_poi", "triton_red", "triton_per")))
-    marked = any("CompiledFxGraph" in mark.name or "Torch-Compiled" in mark.name
-                 for mark in linked.trace.marks)  # fmt: skip
+    marked = any(
+        "CompiledFxGraph" in mark.name or "Torch-Compiled" in mark.name
+        for mark in linked.trace.marks
+    )
     if fused or marked:
         return True, f"{fused} kinds of kernels that torch.compile made"
     return False, "no kernels that torch.compile made"
@@ -217,10 +219,14 @@ def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
     for name in catalog.model_names():
         shape = catalog.model(name)
         has = {
-            "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
-            "vocab": shape.vocab, "experts": shape.experts, "ffn": shape.ffn,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "vocab": shape.vocab,
+            "experts": shape.experts,
+            "ffn": shape.ffn,
             "expert_ffn": shape.moe.ffn if shape.moe else 0,
-        }  # fmt: skip
+        }
         skip = {"ffn"} if shape.moe else set()
         if any(has[key] != asked[key] for key in has if key in asked and key not in skip):
             continue
@@ -236,8 +242,10 @@ def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "vocab", "experts", "ffn", "expert_ffn")
 _CUT_BY = dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"), "tp") | {
-    "layers": "pp", "experts": "ep", "expert_ffn": "etp",
-}  # fmt: skip
+    "layers": "pp",
+    "experts": "ep",
+    "expert_ffn": "etp",
+}
 
 
 def whole_sizes(settings: dict[str, Setting]) -> dict[str, int]:

@@ -168,7 +168,10 @@ def _read_experts(found: Shapes, grouped: list[Multiplied]) -> None:
     found.expert_rows = rows.most_common(1)[0][0]
     found.experts = Counter(one.groups for one in real).most_common(1)[0][0]
     widths = Counter(
-        size for one in real if one.m == found.expert_rows for size in (one.n, one.k)
+        size
+        for one in real
+        if one.m == found.expert_rows
+        for size in (one.n, one.k)
         if size != found.hidden
-    )  # fmt: skip
+    )
     found.expert_ffn = widths.most_common(1)[0][0] if widths else 0

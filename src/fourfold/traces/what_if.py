@@ -31,17 +31,24 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Words that take a loss away, whatever the planner says of it.
 _LOSSES = {
-    "loader": parts.DATA, "sync": parts.SYNC, "flush": parts.MEMORY, "launches": parts.LAUNCHES,
+    "loader": parts.DATA,
+    "sync": parts.SYNC,
+    "flush": parts.MEMORY,
+    "launches": parts.LAUNCHES,
     "host": parts.OUTSIDE,
-}  # fmt: skip
+}
 # Fields of a run by the short names that settings have.
 _FIELDS = {
-    "micro_batch": "batch.micro_batch", "seq_len": "batch.seq_len",
+    "micro_batch": "batch.micro_batch",
+    "seq_len": "batch.seq_len",
     "global_batch": "batch.global_batch",
     **{axis: f"layout.{axis}" for axis in AXES},
-    "recompute": "policy.recompute", "precision": "policy.precision", "sharding": "policy.sharding",
-    "attention": "policy.attention", "compute_dtype": "policy.compute_dtype",
-}  # fmt: skip
+    "recompute": "policy.recompute",
+    "precision": "policy.precision",
+    "sharding": "policy.sharding",
+    "attention": "policy.attention",
+    "compute_dtype": "policy.compute_dtype",
+}
 _COUNTS = ("batch.micro_batch", "batch.global_batch", *(f"layout.{axis}" for axis in AXES))
 Price = Callable[[RunSpec], dict[str, float]]
 

@@ -124,9 +124,18 @@ def advise(request: AdviseRequest, *, on_event: OnEvent = ignore) -> Advice:
 
 
 _OF_ONE_LAYER = (
-    "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "top_k", "ep",
-    "micro_batch", "attention",
-)  # fmt: skip
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "experts",
+    "expert_ffn",
+    "top_k",
+    "ep",
+    "micro_batch",
+    "attention",
+)
 _OF_PARAMS = ("gpus", "max_nodes", "global_batch", "tokens")
 
 

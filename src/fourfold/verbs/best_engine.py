@@ -61,8 +61,9 @@ def find_best_engine(
     step_s = float(sum(part[0] for part in many.times.parts.values()))
     each = sum(
         of_one(rates.seconds(op))
-        for op in decoder_layer(columns, columns.micro) if op.name in _ROUTING_OPS
-    )  # fmt: skip
+        for op in decoder_layer(columns, columns.micro)
+        if op.name in _ROUTING_OPS
+    )
     best = {parts.OPTIMIZER: float(many.times.parts["optimizer"][0])}
     if has_experts:
         best[parts.ROUTING] = found.counts.micro_batches * found.counts.layers * each

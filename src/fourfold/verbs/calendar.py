@@ -91,9 +91,10 @@ class _SizesTried:
             return None
         below = ladder[place - 1] if place else 0
         return next(
-            self.at(gpus) for gpus in (*_between(below, ladder[place]), ladder[place])
+            self.at(gpus)
+            for gpus in (*_between(below, ladder[place]), ladder[place])
             if self.meets(gpus)
-        )  # fmt: skip
+        )
 
     def largest(self, ladder: list[int], place: int) -> CalendarPoint | None:
         """The most GPUs within the budget: the fastest, where more are faster."""
@@ -123,9 +124,11 @@ class _SizesTried:
         """GPUs that the deadline, or a month, needs at a usual share of the peak."""
         plan = self.request.plan
         shape = catalog.model(plan.model) if isinstance(plan.model, str) else plan.model
-        device = known_cluster(plan.cluster, 0).device if plan.cluster else catalog.device(
-            plan.gpu or ""
-        )  # fmt: skip
+        device = (
+            known_cluster(plan.cluster, 0).device
+            if plan.cluster
+            else catalog.device(plan.gpu or "")
+        )
         tokens = sum(one.tokens for one in self.phases)
         flops = 6.0 * active_params(shape, plan.seq_len).all * tokens
         days = self.request.deadline or 30.0
@@ -174,9 +177,15 @@ class _SizesTried:
             if getattr(one, name) is not None
         }
         plan = replace(
-            self.request.plan, gpus=gpus, max_nodes=None, tokens=one.tokens, ramp=one.ramp,
-            lost=0.0, top=1, **changes,
-        )  # fmt: skip
+            self.request.plan,
+            gpus=gpus,
+            max_nodes=None,
+            tokens=one.tokens,
+            ramp=one.ramp,
+            lost=0.0,
+            top=1,
+            **changes,
+        )
         quiet = self.on_event if not self.tried else ignore
         query, _ = resolved(plan, quiet)
         return answer(rank_layouts(query, least=1), top=1)
@@ -200,9 +209,12 @@ def _between(below: int, above: int) -> list[int]:
 
 
 def _point(
-    request: CalendarRequest, gpus: int, plans: list[PlanAnswer], found: Training,
+    request: CalendarRequest,
+    gpus: int,
+    plans: list[PlanAnswer],
+    found: Training,
     assumed: Assumptions,
-) -> CalendarPoint:  # fmt: skip
+) -> CalendarPoint:
     rows = [plan.ranked[0] for plan in plans]
     price = _price(request.plan)
     spares = found.spare_hosts * plans[0].host_gpus * found.total_s / 3600.0

@@ -175,9 +175,13 @@ def _nccl(log: str) -> FileRead | None:
         one.notes.append(str(error))
         return one
     one.link = {
-        "op": found.op, "hosts": found.hosts, "ranks": found.ranks, "device": found.device_name,
-        "bytes_per_s": fitted.bytes_per_s, "latency_s": fitted.latency_s,
-    }  # fmt: skip
+        "op": found.op,
+        "hosts": found.hosts,
+        "ranks": found.ranks,
+        "device": found.device_name,
+        "bytes_per_s": fitted.bytes_per_s,
+        "latency_s": fitted.latency_s,
+    }
     return one
 
 

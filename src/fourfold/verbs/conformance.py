@@ -38,8 +38,9 @@ from fourfold.verbs.run_requests import ENGINES, VerifyRequest
 class EnginesRequest(Request):
     """Releases that the matrix is of."""
 
-    names: tuple[str, ...] = flag("a release, such as torchtitan==0.3.0", "NAME", nargs="*",
-                                  names=("names",), default=())  # fmt: skip
+    names: tuple[str, ...] = flag(
+        "a release, such as torchtitan==0.3.0", "NAME", nargs="*", names=("names",), default=()
+    )
     engines: str | None = flag(*ENGINES)
     seed: int = flag("seed of weights and tokens", default=0)
     jobs: int = flag("releases that run at once (default 1)", "N", default=1)
@@ -100,8 +101,17 @@ def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformanc
 
 def _refuse_others(request: VerifyRequest) -> None:
     """Flags of our own proof that say nothing about another engine's."""
-    ours = ("family", "models", "axis", "share_gpu", "precision", "global_batch", "micro_batch",
-            "policy", "detach")  # fmt: skip
+    ours = (
+        "family",
+        "models",
+        "axis",
+        "share_gpu",
+        "precision",
+        "global_batch",
+        "micro_batch",
+        "policy",
+        "detach",
+    )
     defaults = VerifyRequest()
     for name in ours:
         if getattr(request, name) != getattr(defaults, name):

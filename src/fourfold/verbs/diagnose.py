@@ -146,10 +146,16 @@ def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
 
 # Setting: column of the row, and the axis that divides it on a rank.
 _NUMBERS = {
-    "layers": ("n_layers", "pp"), "hidden": ("d_model", ""), "ffn": ("d_ff", "tp"),
-    "heads": ("n_heads", "tp"), "kv_heads": ("n_kv_heads", "tp"), "vocab": ("vocab", "tp"),
-    "seq_len": ("seq_len", "cp"), "micro_batch": ("mbs", ""), "gpus": ("n_gpus", ""),
-}  # fmt: skip
+    "layers": ("n_layers", "pp"),
+    "hidden": ("d_model", ""),
+    "ffn": ("d_ff", "tp"),
+    "heads": ("n_heads", "tp"),
+    "kv_heads": ("n_kv_heads", "tp"),
+    "vocab": ("vocab", "tp"),
+    "seq_len": ("seq_len", "cp"),
+    "micro_batch": ("mbs", ""),
+    "gpus": ("n_gpus", ""),
+}
 _WORDS = {"recompute": "act_ckpt", "sharding": "sharding", "gpu": "hardware"}
 
 
@@ -240,9 +246,11 @@ def _with_request(found: Examined, request: DiagnoseRequest, logged: dict[str, A
     if request.spec or request.model:
         shape = spec.model if spec is not None else catalog.model(request.model or "")
         known = {
-            "layers": shape.layers // (spec.layout.pp if spec else 1), "hidden": shape.hidden,
-            "vocab": shape.vocab // (spec.layout.tp if spec else 1), "tied": shape.tied,
-        }  # fmt: skip
+            "layers": shape.layers // (spec.layout.pp if spec else 1),
+            "hidden": shape.hidden,
+            "vocab": shape.vocab // (spec.layout.tp if spec else 1),
+            "tied": shape.tied,
+        }
         settings = _overruled(settings, known, "--spec" if request.spec else "--model")
     if found.is_graphed:
         settings = settings | {"launched": graph_setting(spec)}
@@ -293,10 +301,14 @@ def _rows(found: Examined, expected: Expected | None) -> tuple[PartRow, ...]:
         *(name for name in (expected.parts if expected else ()) if name not in seconds),
     ]
     rows = [
-        PartRow(name, seconds.get(name, 0.0), seconds.get(name, 0.0) / step_s,
-                expected.parts.get(name) if expected else None)
+        PartRow(
+            name,
+            seconds.get(name, 0.0),
+            seconds.get(name, 0.0) / step_s,
+            expected.parts.get(name) if expected else None,
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     return tuple(sorted(rows, key=_by_outside))
 
 

@@ -54,10 +54,15 @@ def keep(diagnosis: Diagnosis, root: str) -> str:
         steps=steps,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         predicted=Prediction(
-            step_s=expected.mid, step_s_low=expected.low, step_s_high=expected.high,
-            peak_bytes=0.0, basis=diagnosis.basis,
-        ) if expected else None,
-    )  # fmt: skip
+            step_s=expected.mid,
+            step_s_low=expected.low,
+            step_s_high=expected.high,
+            peak_bytes=0.0,
+            basis=diagnosis.basis,
+        )
+        if expected
+        else None,
+    )
     return str(Store(root).keep(report).folder)
 
 
@@ -210,6 +215,11 @@ class Diagnosis(Answer):
 def _what_if_plain(one: WhatIf) -> dict[str, Any]:
     tokens = {"tokens_before": one.tokens[0], "tokens_after": one.tokens[1]}
     return {
-        "what": one.words, "step_s": one.step.mid, "step_s_low": one.step.low,
-        "step_s_high": one.step.high, "speedup": one.speedup, **tokens, "changed_s": one.changed,
-    }  # fmt: skip
+        "what": one.words,
+        "step_s": one.step.mid,
+        "step_s_low": one.step.low,
+        "step_s_high": one.step.high,
+        "speedup": one.speedup,
+        **tokens,
+        "changed_s": one.changed,
+    }

@@ -103,10 +103,10 @@ class EngineLog:
             steps=tuple(self._report(line) for _, line in sorted(self._steps.items())),
             memory=(peak,) if memory else (),
             start_s=ended.start_s,
-            failure=None if outcome == "ok" else Failure(
-                rank=self._failed(ended), stage=0, phase=self._name, message=message
-            ),
-        )  # fmt: skip
+            failure=None
+            if outcome == "ok"
+            else Failure(rank=self._failed(ended), stage=0, phase=self._name, message=message),
+        )
 
     def _failed(self, ended: Ended) -> int:
         """The rank that was blamed in the log of the node that failed first."""

@@ -30,8 +30,19 @@ from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.predict import name_measured_stacks
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
-_SUGGESTED = ("row_id", "stack", "cluster", "model", "seq_len", "n_gpus", *AXES, "mbs", "gbs",
-              "sharding", "act_ckpt")  # fmt: skip
+_SUGGESTED = (
+    "row_id",
+    "stack",
+    "cluster",
+    "model",
+    "seq_len",
+    "n_gpus",
+    *AXES,
+    "mbs",
+    "gbs",
+    "sharding",
+    "act_ckpt",
+)
 # Fewer say less than what a fit starts from.
 _FEW_ROWS = 3
 
@@ -57,11 +68,16 @@ class Fitted(Answer):
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {"stack": e.stack, "cluster": e.cluster, "rows": e.rows_time,
-             "free_time": list(e.free_time), "free_memory": list(e.free_memory),
-             **{f"{n}_pct": v for n, v in e.errors_pct.items()}}
+            {
+                "stack": e.stack,
+                "cluster": e.cluster,
+                "rows": e.rows_time,
+                "free_time": list(e.free_time),
+                "free_memory": list(e.free_memory),
+                **{f"{n}_pct": v for n, v in e.errors_pct.items()},
+            }
             for e in self.calibration.entries
-        ]  # fmt: skip
+        ]
 
 
 def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
@@ -163,8 +179,12 @@ class Scores(Answer):
 
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
-    asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot,
-             "folds": request.folds}  # fmt: skip
+    asked = {
+        "cv": request.cv,
+        "leave-out": request.leave_out,
+        "few-shot": request.few_shot,
+        "folds": request.folds,
+    }
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
     # As 'predict' reads them, where nothing is fitted again by the names in the table.

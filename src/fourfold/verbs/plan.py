@@ -95,13 +95,21 @@ def fit_check(
     """What the request decides of micro batch, sharding and recompute is kept."""
     found = explain(request, layout, on_event=on_event).explanation
     row = found.row
-    sizes: dict[str, Any] = {} if row is None else {
-        "micro_batch": row.micro_batch, "sharding": row.policy.sharding,
-        "recompute": row.policy.recompute, "fit_chance": row.fit_chance,
-        "peak_bytes": row.peak_bytes, "peak_bytes_low": row.peak_bytes_low,
-        "peak_bytes_high": row.peak_bytes_high, "parts_bytes": row.memory_bytes,
-        "provenance": row.provenance,
-    }  # fmt: skip
+    sizes: dict[str, Any] = (
+        {}
+        if row is None
+        else {
+            "micro_batch": row.micro_batch,
+            "sharding": row.policy.sharding,
+            "recompute": row.policy.recompute,
+            "fit_chance": row.fit_chance,
+            "peak_bytes": row.peak_bytes,
+            "peak_bytes_low": row.peak_bytes_low,
+            "peak_bytes_high": row.peak_bytes_high,
+            "parts_bytes": row.memory_bytes,
+            "provenance": row.provenance,
+        }
+    )
     return FitChecked(
         layout=str(found.layout),
         legal=found.legal,
@@ -120,8 +128,14 @@ def best_measured(path: str, query: PlanQuery) -> MeasuredBest:
     rows = measured_rows(path, query.cluster)
     c, model = rows.columns, query.model
     same = rows.usable & (rows.step_s > 0)
-    asked = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads,
-             "kv_heads": model.kv_heads, "ffn": model.ffn, "seq": query.batch.seq_len}  # fmt: skip
+    asked = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "ffn": model.ffn,
+        "seq": query.batch.seq_len,
+    }
     for name, value in asked.items():
         same &= getattr(c, name) == value
     if not same.any():

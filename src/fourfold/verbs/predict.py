@@ -59,9 +59,13 @@ class NamedRun:
 def _named(spec: RunSpec) -> NamedRun:
     batch = spec.batch
     return NamedRun(
-        model=spec.model.name, gpus=spec.gpus, layout=str(spec.layout),
-        micro_batch=batch.micro_batch, global_batch=batch.global_batch, seq_len=batch.seq_len,
-    )  # fmt: skip
+        model=spec.model.name,
+        gpus=spec.gpus,
+        layout=str(spec.layout),
+        micro_batch=batch.micro_batch,
+        global_batch=batch.global_batch,
+        seq_len=batch.seq_len,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +142,14 @@ class PredictedTable:
     def _cells(self) -> Iterator[tuple[str, ...]]:
         rows = self.answers
         numbers = (
-            rows.step_s, rows.low_s, rows.high_s, rows.tokens_s_gpu, rows.tflops_gpu,
-            rows.mfu_pct, rows.mem_gb,
-        )  # fmt: skip
+            rows.step_s,
+            rows.low_s,
+            rows.high_s,
+            rows.tokens_s_gpu,
+            rows.tflops_gpu,
+            rows.mfu_pct,
+            rows.mem_gb,
+        )
         texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numbers]
         known = [bool(text) for text in texts[0]]
         verdicts = [

@@ -183,8 +183,11 @@ def _engines_to_try(
     engines = []
     for engine in EXPORTED[:-1]:
         rules = EXPORTS[engine].rules
-        kinds = {"schedule": rules.schedules, "cp_kind": rules.cp_kinds,
-                 "sharding": [f"zero{stage}" for stage in rules.zeros]}  # fmt: skip
+        kinds = {
+            "schedule": rules.schedules,
+            "cp_kind": rules.cp_kinds,
+            "sharding": [f"zero{stage}" for stage in rules.zeros],
+        }
         decided = {name: getattr(policy, name) for name in kinds if name in request.policy}
         if recompute not in rules.recompute or model.family not in rules.families:
             continue

@@ -176,10 +176,23 @@ def _times(repeats: list[Stored]) -> list[float]:
 
 # Of a run's facts, in the order of reading.
 _COMPARED = (
-    "outcome", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "peak_bytes",
-    "reserved_bytes", "device_bytes", "loss", "loss_step", "warmup_steps", "warmup_ended",
-    "data_wait_s", "compile_s", "recompiles", "retries",
-)  # fmt: skip
+    "outcome",
+    "step_s",
+    "step_s_low",
+    "step_s_high",
+    "tokens_s_gpu",
+    "peak_bytes",
+    "reserved_bytes",
+    "device_bytes",
+    "loss",
+    "loss_step",
+    "warmup_steps",
+    "warmup_ended",
+    "data_wait_s",
+    "compile_s",
+    "recompiles",
+    "retries",
+)
 
 
 def _results(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -165,8 +165,14 @@ def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
 
 # Rules of what divides a model over ranks, whichever engine may run it.
 _OF_A_CUT = (
-    "stages", "heads", "kv-heads", "expert-dense", "experts", "expert-ranks", "expert-width",
-)  # fmt: skip
+    "stages",
+    "heads",
+    "kv-heads",
+    "expert-dense",
+    "experts",
+    "expert-ranks",
+    "expert-width",
+)
 
 
 def _shares(spec: RunSpec, rank: int | None) -> tuple[StageShare, ...]:

@@ -157,10 +157,12 @@ def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
     host = known.cluster_of(probe)
     if host is None:
         raise UserError(
-            "needs a description of this machine", field="count", value=count,
+            "needs a description of this machine",
+            field="count",
+            value=count,
             hint="run 'fourfold calibrate --quick --out profile.json', then pass --profile "
             "profile.json",
-        )  # fmt: skip
+        )
     return host.device.id
 
 

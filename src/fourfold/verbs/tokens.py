@@ -40,8 +40,14 @@ _PIECE, _AT_ONCE = 2**18, 16
 # digit. Any line's end and any space are second and third best.
 _CUTS = (re.compile(r"(?<=\w)(?=\n)"), re.compile(r"(?=\n)"), re.compile(r"(?=\s)"))
 _END_TOKENS = (
-    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "[SEP]",
+)
 
 
 class Meter:

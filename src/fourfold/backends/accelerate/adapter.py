@@ -37,13 +37,17 @@ class Accelerate(Adapter):
         plugin = None
         if self.cell.has("fsdp"):
             plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False,
-                auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
-            )  # fmt: skip
+                fsdp_version=2,
+                reshard_after_forward=True,
+                cpu_ram_efficient_loading=False,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["Block"],
+            )
         self.accelerator = Accelerator(
-            cpu=self.case.device.type == "cpu", fsdp_plugin=plugin,
+            cpu=self.case.device.type == "cpu",
+            fsdp_plugin=plugin,
             gradient_accumulation_steps=self.case.micros,
-        )  # fmt: skip
+        )
         model = Plain(self.tiny, self.elements)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

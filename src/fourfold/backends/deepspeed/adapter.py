@@ -19,8 +19,13 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 class DeepSpeedZero(Adapter):
-    modules = ("deepspeed", "deepspeed.comm.torch", "deepspeed.runtime.engine",
-               "deepspeed.runtime.zero.stage3", "torch._functorch.aot_autograd")  # fmt: skip
+    modules = (
+        "deepspeed",
+        "deepspeed.comm.torch",
+        "deepspeed.runtime.engine",
+        "deepspeed.runtime.zero.stage3",
+        "torch._functorch.aot_autograd",
+    )
 
     @staticmethod
     def legal(cell: Cell) -> str:
@@ -44,14 +49,17 @@ class DeepSpeedZero(Adapter):
         optimizer = torch.optim.AdamW(params, **ADAMW)
         zero = {"stage": self.stage, "overlap_comm": self.cell.has("overlap")}
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer,
+            model=model,
+            optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": self.case.micro_rows,
                 "gradient_accumulation_steps": self.case.micros,
-                "gradient_clipping": CLIP, "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+                "gradient_clipping": CLIP,
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
             },
-        )  # fmt: skip
+        )
         self.params = list(self.engine.module.parameters())
 
     def owned(self) -> list[Part]:

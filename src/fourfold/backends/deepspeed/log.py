@@ -35,8 +35,10 @@ _SETTING = re.compile(
     r"\[config\.py:[0-9]{1,6}:print(?:_user_config)?\]\s{1,8}(\w{1,80}) (?:\.+)? ?(.{1,400})$"
 )
 _STEP = re.compile(r"\[Rank 0\] step=([0-9]{1,12}), skipped=([0-9]{1,12}),")
-_SPEED = re.compile(r"global_step=([0-9]{1,12}), RunningAvgSamplesPerSec=[^,]{1,40}, "
-                    r"CurrSamplesPerSec=([0-9.eE+-]{1,40}),")  # fmt: skip
+_SPEED = re.compile(
+    r"global_step=([0-9]{1,12}), RunningAvgSamplesPerSec=[^,]{1,40}, "
+    r"CurrSamplesPerSec=([0-9.eE+-]{1,40}),"
+)
 _MEMORY = re.compile(r"SamplesPerSec=.{1,80}, MaxMemAllocated=([0-9.]{1,12})GB")
 _CLOCK = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})\]")
 _TRAINER = re.compile(
@@ -223,8 +225,10 @@ def _unmodelled(said: Flat) -> Flat:
     """Of how the model is trained, beside what its own config may ask for."""
     if "peft.is_used" in said:
         return {"unmodelled": ADAPTERS}
-    places = [said.get(f"ds.zero_optimization.offload_{what}.device", "none")
-              for what in ("optimizer", "param")]  # fmt: skip
+    places = [
+        said.get(f"ds.zero_optimization.offload_{what}.device", "none")
+        for what in ("optimizer", "param")
+    ]
     fsdp = " ".join(v for n, v in said.items() if n.startswith("args.fsdp") and "config" not in n)
     is_offloaded = any(place in ("cpu", "nvme") for place in places) or "offload" in fsdp.lower()
     return {"unmodelled": OFFLOADED} if is_offloaded else {}

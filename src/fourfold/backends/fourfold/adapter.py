@@ -45,30 +45,54 @@ class Batches:
 def run_of(case: Case) -> RunSpec:
     t, cell = case.tiny, case.cell
     model = ModelShape(
-        family="llama", layers=t.layers, hidden=t.hidden, ffn=t.ffn, heads=t.heads,
-        kv_heads=t.kv_heads, vocab=t.vocab, positions=Positions(kind="rope", theta=t.theta),
-        norm="rmsnorm", activation="swiglu", bias=False, tied=t.tied, norm_eps=t.eps,
-        head_dim=t.head_dim, experts=t.experts, top_k=t.top_k if t.experts else 0,
+        family="llama",
+        layers=t.layers,
+        hidden=t.hidden,
+        ffn=t.ffn,
+        heads=t.heads,
+        kv_heads=t.kv_heads,
+        vocab=t.vocab,
+        positions=Positions(kind="rope", theta=t.theta),
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        tied=t.tied,
+        norm_eps=t.eps,
+        head_dim=t.head_dim,
+        experts=t.experts,
+        top_k=t.top_k if t.experts else 0,
         moe=Moe(ffn=t.ffn, normalised=t.renorm, balance="none") if t.experts else None,
-    )  # fmt: skip
+    )
     sharding: Any = next((w for w in ("zero1", "zero2", "zero3") if cell.has(w)), "zero0")
     policy = Policy(
-        precision="fp32", sharding="zero3" if cell.has("fsdp") else sharding,
-        sequence_parallel=cell.has("sp"), virtual_stages=cell.virtual,
+        precision="fp32",
+        sharding="zero3" if cell.has("fsdp") else sharding,
+        sequence_parallel=cell.has("sp"),
+        virtual_stages=cell.virtual,
         schedule="interleaved" if cell.virtual > 1 else "1f1b",
         recompute="full" if cell.has("recompute") else "none",
         dispatcher="allgather" if cell.has("allgather") else "auto",
-    )  # fmt: skip
+    )
     layout = Layout(
-        pp=cell.pp, replicate=cell.replicas if cell.shards > 1 else 1,
-        shard=cell.shards if cell.shards > 1 else cell.replicas, cp=cell.cp, tp=cell.tp,
-        ep=cell.ep, etp=max(1, cell.etp),
-    )  # fmt: skip
+        pp=cell.pp,
+        replicate=cell.replicas if cell.shards > 1 else 1,
+        shard=cell.shards if cell.shards > 1 else cell.replicas,
+        cp=cell.cp,
+        tp=cell.tp,
+        ep=cell.ep,
+        etp=max(1, cell.etp),
+    )
     sizes = Batch(seq_len=t.seq, micro_batch=case.micro_rows, global_batch=t.batch)
     return RunSpec(
-        model=model, gpus=cell.world, layout=layout, batch=sizes, policy=policy, steps=3,
-        device="cuda" if case.device.type == "cuda" else "cpu", warmup=0,
-    )  # fmt: skip
+        model=model,
+        gpus=cell.world,
+        layout=layout,
+        batch=sizes,
+        policy=policy,
+        steps=3,
+        device="cuda" if case.device.type == "cuda" else "cpu",
+        warmup=0,
+    )
 
 
 class Own(Adapter):
@@ -102,9 +126,12 @@ class Own(Adapter):
         if refusals:
             raise ValueError(str(refusals[0]))
         self.trainer = self.trainer_class(
-            spec, World.create(spec.layout, self.case.device.type), device=self.case.device,
-            settings=OptimizerSettings(max_norm=CLIP, **ADAMW), source=Batches(self.case),
-        )  # fmt: skip
+            spec,
+            World.create(spec.layout, self.case.device.type),
+            device=self.case.device,
+            settings=OptimizerSettings(max_norm=CLIP, **ADAMW),
+            source=Batches(self.case),
+        )
         self.shards = [
             (self._numbers(shard), shard)
             for shard in self.trainer.shards

@@ -67,9 +67,12 @@ def shard_numbers(engine: Any, model: Any, name: str) -> Tensor:
 
 class MegatronCore(Adapter):
     modules = (
-        "megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs",
-        "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.pipeline_parallel",
-    )  # fmt: skip
+        "megatron.core.distributed",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel",
+    )
 
     @staticmethod
     def legal(cell: Cell) -> str:
@@ -135,28 +138,45 @@ class MegatronCore(Adapter):
     def _settings(self) -> dict:
         t, cell = self.tiny, self.cell
         kw = {
-            "num_layers": t.layers, "hidden_size": t.hidden, "num_attention_heads": t.heads,
-            "num_query_groups": t.kv_heads, "kv_channels": t.head_dim, "ffn_hidden_size": t.ffn,
-            "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-            "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-            "layernorm_epsilon": t.eps, "params_dtype": torch.float32,
-            "pipeline_dtype": torch.float32, "sequence_parallel": cell.has("sp"),
-            "use_cpu_initialization": True, "bias_activation_fusion": False,
-            "bias_dropout_fusion": False, "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False, "persist_layer_norm": False,
+            "num_layers": t.layers,
+            "hidden_size": t.hidden,
+            "num_attention_heads": t.heads,
+            "num_query_groups": t.kv_heads,
+            "kv_channels": t.head_dim,
+            "ffn_hidden_size": t.ffn,
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "layernorm_epsilon": t.eps,
+            "params_dtype": torch.float32,
+            "pipeline_dtype": torch.float32,
+            "sequence_parallel": cell.has("sp"),
+            "use_cpu_initialization": True,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
             "calculate_per_token_loss": not cell.has("per-micro"),
-            "deallocate_pipeline_outputs": True, "batch_p2p_comm": False,
-        }  # fmt: skip
+            "deallocate_pipeline_outputs": True,
+            "batch_p2p_comm": False,
+        }
         if cell.has("recompute"):
             kw |= {"recompute_granularity": "full", "recompute_method": "uniform"}
             kw["recompute_num_layers"] = 1
         if t.experts:
             kw |= {
-                "num_moe_experts": t.experts, "moe_router_topk": t.top_k,
-                "moe_ffn_hidden_size": t.ffn, "moe_aux_loss_coeff": 0.0,
-                "moe_router_load_balancing_type": "none", "moe_router_pre_softmax": True,
+                "num_moe_experts": t.experts,
+                "moe_router_topk": t.top_k,
+                "moe_ffn_hidden_size": t.ffn,
+                "moe_aux_loss_coeff": 0.0,
+                "moe_router_load_balancing_type": "none",
+                "moe_router_pre_softmax": True,
                 "moe_token_dispatcher_type": "allgather" if cell.has("allgather") else "alltoall",
-            }  # fmt: skip
+            }
         return kw | ({"softmax_type": "learnable"} if t.sinks else {})
 
     def _chunk(self, spec: Any, number: int) -> nn.Module:
@@ -169,12 +189,18 @@ class MegatronCore(Adapter):
         elif self.cell.virtual > 1:
             state.set_virtual_pipeline_model_parallel_rank(number)
         return GPTModel(
-            config=self.config, transformer_layer_spec=spec, vocab_size=t.vocab,
-            max_sequence_length=t.seq, position_embedding_type="rope", rotary_base=int(t.theta),
-            share_embeddings_and_output_weights=t.tied, parallel_output=True,
+            config=self.config,
+            transformer_layer_spec=spec,
+            vocab_size=t.vocab,
+            max_sequence_length=t.seq,
+            position_embedding_type="rope",
+            rotary_base=int(t.theta),
+            share_embeddings_and_output_weights=t.tied,
+            parallel_output=True,
             pre_process=state.is_pipeline_first_stage(**asked),
-            post_process=state.is_pipeline_last_stage(**asked), **stage,
-        )  # fmt: skip
+            post_process=state.is_pipeline_last_stage(**asked),
+            **stage,
+        )
 
     def _wrap(self) -> None:
         from megatron.core.distributed import (
@@ -186,19 +212,29 @@ class MegatronCore(Adapter):
 
         sharded = self.cell.has("zero1")
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=sharded, overlap_grad_reduce=self.cell.has("overlap"),
-            grad_reduce_in_fp32=False, check_for_nan_in_grad=False,
-        )  # fmt: skip
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=self.cell.has("overlap"),
+            grad_reduce_in_fp32=False,
+            check_for_nan_in_grad=False,
+        )
         self.model = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.chunks)
         ]
         kw = {
-            "optimizer": "adam", "lr": LR, "min_lr": LR, "weight_decay": DECAY,
-            "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "clip_grad": CLIP,
-            "bf16": False, "fp16": False, "params_dtype": torch.float32,
+            "optimizer": "adam",
+            "lr": LR,
+            "min_lr": LR,
+            "weight_decay": DECAY,
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "adam_eps": EPS,
+            "clip_grad": CLIP,
+            "bf16": False,
+            "fp16": False,
+            "params_dtype": torch.float32,
             "use_distributed_optimizer": sharded,
-        }  # fmt: skip
+        }
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**kw), self.model)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = None
@@ -260,10 +296,14 @@ class MegatronCore(Adapter):
         self.optimizer.zero_grad()
         readers = [iter(batches) for _ in self.chunks]
         out = get_forward_backward_func()(
-            forward_step_func=self._forward, model=self.model, num_microbatches=case.micros,
-            data_iterator=readers if len(readers) > 1 else readers[0], seq_length=t.seq,
-            micro_batch_size=case.micro_rows, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=self._forward,
+            model=self.model,
+            num_microbatches=case.micros,
+            data_iterator=readers if len(readers) > 1 else readers[0],
+            seq_length=t.seq,
+            micro_batch_size=case.micro_rows,
+            forward_only=False,
+        )
         seen = torch.stack(out).sum(0) if out else torch.zeros(2)
         first = self.state.get_tensor_model_parallel_rank() == 0
         total, count = (self.sum_over_ranks(value, first) for value in seen)

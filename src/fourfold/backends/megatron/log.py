@@ -25,8 +25,10 @@ _EQUALS = re.compile(r"([A-Za-z_]{2,60})=")
 # Five dashes of any number: with `-{5,}` each dash of a long rule would begin a search of its own.
 _STARTS = re.compile(r"-{5} arguments -{5}")
 _ENDS = re.compile(r"-{5} end of arguments -{5}")
-_VOCAB = re.compile(r"padded vocab \(size: [0-9]{1,12}\) with [0-9]{1,12} dummy tokens "
-                    r"\(new size: ([0-9]{1,12})\)")  # fmt: skip
+_VOCAB = re.compile(
+    r"padded vocab \(size: [0-9]{1,12}\) with [0-9]{1,12} dummy tokens "
+    r"\(new size: ([0-9]{1,12})\)"
+)
 _MEMORY = re.compile(r"memory \((MB|GB)\) \|(.*)")
 _RESERVED = re.compile(
     r"(max[ _]reserved|mem-max-reserved-gigabytes|peak_reserved_mem|max_reserved)[^:|]{0,30}:\s*"

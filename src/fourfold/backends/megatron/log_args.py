@@ -17,9 +17,11 @@ from fourfold.spec.words import RECOMPUTE
 
 # The last one: Megatron-DeepSpeed's.
 _OFFLOADS = (
-    "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading",
+    "optimizer_cpu_offload",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
     "cpu_optimizer",
-)  # fmt: skip
+)
 _MOMENTS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16"}
 _OVERLAPS = {
     "overlap_grad_reduce": "grad-reduce",

@@ -23,13 +23,17 @@ def megatron_experts(args: Flat) -> Flat:
         return {"unmodelled": "latent attention"} if is_latent else {}
     known = latent_facts(args) if is_latent else {}
     facts = columns("megatron-experts", args) | {"experts": str(count)} | known
-    return facts | _placed(args) | {
-        "dispatcher": _dispatcher(args),
-        "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
-        "routing": _routing(args),
-        "recompute_modules": recomputed(args),
-        "family": _family(args),
-    }  # fmt: skip
+    return (
+        facts
+        | _placed(args)
+        | {
+            "dispatcher": _dispatcher(args),
+            "a2a_overlap": str(int(yes(args.get("overlap_moe_expert_parallel_comm")))),
+            "routing": _routing(args),
+            "recompute_modules": recomputed(args),
+            "family": _family(args),
+        }
+    )
 
 
 def _placed(args: Flat) -> Flat:

@@ -49,8 +49,12 @@ def package(setup: Setup, engine: Engine) -> Package:
     kind = {"fp8": f"fp8-{setup.policy.scaling_kind}"}
     precision = tables["precisions"][kind.get(setup.policy.precision, setup.policy.precision)]
     module, _, recipe = tables["recipes"][setup.model.name].rpartition(".")
-    values = {"module": module, "recipe": recipe, "precision": precision,
-              "overlaps_tp": setup.overlaps_tp}  # fmt: skip
+    values = {
+        "module": module,
+        "recipe": recipe,
+        "precision": precision,
+        "overlaps_tp": setup.overlaps_tp,
+    }
     return Package(
         engine=engine,
         entry='"$here/pretrain.py"',

@@ -21,15 +21,29 @@ if not torch.cuda.is_available():
     titan_on_cpu()
 # The parts of a layer, and of the model, as most releases call them.
 NAMES = {
-    "tok_embeddings.weight": "embed", "norm.weight": "norm", "output.weight": "head",
-    "lm_head.weight": "head", "attention_norm.weight": "norm1", "ffn_norm.weight": "norm2",
-    "wq.weight": "q", "wk.weight": "k", "wv.weight": "v", "wo.weight": "o",
-    "q_norm.weight": "qnorm", "k_norm.weight": "knorm", "feed_forward.w1.weight": "gate",
-    "feed_forward.w2.weight": "down", "feed_forward.w3.weight": "up", "gate.weight": "router",
-    "experts.w1": "egate", "experts.w2": "edown", "experts.w3": "eup",
-    "inner_experts.w1_EFD": "egate", "inner_experts.w2_EDF": "edown",
+    "tok_embeddings.weight": "embed",
+    "norm.weight": "norm",
+    "output.weight": "head",
+    "lm_head.weight": "head",
+    "attention_norm.weight": "norm1",
+    "ffn_norm.weight": "norm2",
+    "wq.weight": "q",
+    "wk.weight": "k",
+    "wv.weight": "v",
+    "wo.weight": "o",
+    "q_norm.weight": "qnorm",
+    "k_norm.weight": "knorm",
+    "feed_forward.w1.weight": "gate",
+    "feed_forward.w2.weight": "down",
+    "feed_forward.w3.weight": "up",
+    "gate.weight": "router",
+    "experts.w1": "egate",
+    "experts.w2": "edown",
+    "experts.w3": "eup",
+    "inner_experts.w1_EFD": "egate",
+    "inner_experts.w2_EDF": "edown",
     "inner_experts.w3_EFD": "eup",
-}  # fmt: skip
+}
 
 
 def canonical(name: str) -> str:
@@ -106,11 +120,17 @@ class Titan(Adapter):
         rate = SimpleNamespace(schedulers=[rates], get_metrics=dict, step=lambda: None)
         self.trainer = object.__new__(kind)
         vars(self.trainer).update(
-            device=self.case.device, parallel_dims=self.dims, metrics_processor=Log(),
-            lr_schedulers=rate, checkpointer=Nothing(), tokenizer=None, step=0, ntokens_seen=0,
+            device=self.case.device,
+            parallel_dims=self.dims,
+            metrics_processor=Log(),
+            lr_schedulers=rate,
+            checkpointer=Nothing(),
+            tokenizer=None,
+            step=0,
+            ntokens_seen=0,
             ft_manager=SimpleNamespace(loss_sync_pg=None),  # replicas that may fail, below 0.2.2
             **parts,
-        )  # fmt: skip
+        )
         self.look: Look = lambda: None
         clip: Callable[..., Any] = utils.clip_grad_norm_
 

@@ -22,8 +22,13 @@ from fourfold.conformance.ranks.shims import (
 
 class Titan2(Titan):
     has_no = ("tied", "sp")
-    modules = ("torchtitan.distributed", "torchtitan.protocols.train_spec", "torchtitan.train",
-               "torchtitan.models.llama3", "torchtitan.models.qwen3")  # fmt: skip
+    modules = (
+        "torchtitan.distributed",
+        "torchtitan.protocols.train_spec",
+        "torchtitan.train",
+        "torchtitan.models.llama3",
+        "torchtitan.models.qwen3",
+    )
 
     @classmethod
     def legal(cls, cell: Cell) -> str:
@@ -62,10 +67,16 @@ class Titan2(Titan):
         """The engine's own debug model, with our sizes."""
         t = self.tiny
         found = dataclasses.replace(
-            next(iter(spec.model_args.values())), dim=t.hidden, n_layers=t.layers, n_heads=t.heads,
-            n_kv_heads=t.kv_heads, vocab_size=t.vocab, norm_eps=t.eps, rope_theta=t.theta,
+            next(iter(spec.model_args.values())),
+            dim=t.hidden,
+            n_layers=t.layers,
+            n_heads=t.heads,
+            n_kv_heads=t.kv_heads,
+            vocab_size=t.vocab,
+            norm_eps=t.eps,
+            rope_theta=t.theta,
             max_seq_len=t.seq,
-        )  # fmt: skip
+        )
         if not t.experts:  # its width is 8/3 of hidden, up to a multiple
             found.multiple_of, found.ffn_dim_multiplier = t.ffn, None
             scaling = getattr(found, "rope_scaling_args", None)
@@ -77,10 +88,15 @@ class Titan2(Titan):
             found.head_dim, found.hidden_dim, found.qk_norm = t.head_dim, t.ffn, True
             found.enable_weight_tying, found.moe_enabled, found.moe_inter_dim = False, True, t.ffn
             found.moe_args = MoEArgs(
-                num_experts=t.experts, num_shared_experts=0, top_k=t.top_k, score_func="softmax",
-                route_norm=t.renorm, use_grouped_mm=False, score_before_experts=False,
+                num_experts=t.experts,
+                num_shared_experts=0,
+                top_k=t.top_k,
+                score_func="softmax",
+                route_norm=t.renorm,
+                use_grouped_mm=False,
+                score_before_experts=False,
                 load_balance_coeff=None,
-            )  # fmt: skip
+            )
         found.update_from_config(job)
         return found
 
@@ -94,9 +110,15 @@ class Titan2(Titan):
         cell, t, job = self.cell, self.tiny, self._job()
         spec = get_train_spec("qwen3" if t.experts else "llama3")
         self.dims = parallel_dims.ParallelDims(
-            dp_shard=cell.shards, dp_replicate=cell.replicas, cp=cell.cp, tp=cell.tp, pp=cell.pp,
-            ep=cell.ep, etp=job.parallelism.expert_tensor_parallel_degree, world_size=cell.world,
-        )  # fmt: skip
+            dp_shard=cell.shards,
+            dp_replicate=cell.replicas,
+            cp=cell.cp,
+            tp=cell.tp,
+            pp=cell.pp,
+            ep=cell.ep,
+            etp=job.parallelism.expert_tensor_parallel_degree,
+            world_size=cell.world,
+        )
         self.dims.build_mesh()
         arguments = self._arguments(spec, job)
         with torch.device(self.case.device):
@@ -115,12 +137,18 @@ class Titan2(Titan):
         kind, asked = self.case.device.type, job.training.mixed_precision_param
         parallel_loss = cell.tp > 1 and not job.parallelism.disable_loss_parallel
         self.make_trainer(
-            Trainer, utils, job_config=job, model_args=arguments, model_parts=parts, loss_fn=loss,
+            Trainer,
+            utils,
+            job_config=job,
+            model_args=arguments,
+            model_parts=parts,
+            loss_fn=loss,
             optimizers=spec.build_optimizers_fn(parts, job.optimizer, self.dims),
             gradient_accumulation_steps=1 if cell.pp > 1 else self.case.micros,
             train_context=utils.get_train_context(parallel_loss),
-            maybe_enable_amp=utils.maybe_enable_amp(self.dims, asked, kind), **pipeline,
-        )  # fmt: skip
+            maybe_enable_amp=utils.maybe_enable_amp(self.dims, asked, kind),
+            **pipeline,
+        )
 
     def _shims(self) -> None:
         if self.case.device.type != "cpu":

@@ -21,8 +21,12 @@ from fourfold.conformance.ranks.shims import (
 
 class Titan3(Titan):
     has_no = ("tied",)
-    modules = ("torchtitan.components.loss", "torchtitan.distributed",
-               "torchtitan.models.qwen3.config_registry", "torchtitan.trainer")  # fmt: skip
+    modules = (
+        "torchtitan.components.loss",
+        "torchtitan.distributed",
+        "torchtitan.models.qwen3.config_registry",
+        "torchtitan.trainer",
+    )
 
     @classmethod
     def legal(cls, cell: Cell) -> str:
@@ -57,15 +61,23 @@ class Titan3(Titan):
 
         t = self.tiny
         kw = {
-            "n_layers": t.layers, "dim": t.hidden, "n_heads": t.heads, "n_kv_heads": t.kv_heads,
-            "head_dim": t.head_dim, "fuse_qkv": False, "attn_backend": "flex",
+            "n_layers": t.layers,
+            "dim": t.hidden,
+            "n_heads": t.heads,
+            "n_kv_heads": t.kv_heads,
+            "head_dim": t.head_dim,
+            "fuse_qkv": False,
+            "attn_backend": "flex",
             "rope": qwen3.CosSinRoPE.Config(dim=t.head_dim, max_seq_len=t.seq, theta=t.theta),
-        }  # fmt: skip
+        }
         if t.experts:
             layers = qwen3._build_qwen3_moe_layers(
-                moe_hidden_dim=t.ffn, num_experts=t.experts, top_k=t.top_k,
-                moe_comm_backend="standard", **kw,
-            )  # fmt: skip
+                moe_hidden_dim=t.ffn,
+                num_experts=t.experts,
+                top_k=t.top_k,
+                moe_comm_backend="standard",
+                **kw,
+            )
         else:
             layers = qwen3._build_qwen3_layers(hidden_dim=t.ffn, **kw)
         if not self._flex():
@@ -80,9 +92,13 @@ class Titan3(Titan):
             in_features=t.hidden, out_features=t.vocab, param_init=qwen3._LINEAR_INIT
         )
         return qwen3.Qwen3Model.Config(
-            vocab_size=t.vocab, dim=t.hidden, norm=qwen3._qwen3_norm(t.hidden), layers=layers,
-            tok_embeddings=embedding, lm_head=head,
-        )  # fmt: skip
+            vocab_size=t.vocab,
+            dim=t.hidden,
+            norm=qwen3._qwen3_norm(t.hidden),
+            layers=layers,
+            tok_embeddings=embedding,
+            lm_head=head,
+        )
 
     def build(self) -> None:
         from torchtitan.components.loss import CrossEntropyLoss
@@ -105,35 +121,48 @@ class Titan3(Titan):
         loss_fn = loss.build(compile_config=self.config.compile)
         pipeline = self._parallelize(model, loss_fn)
         self.make_trainer(
-            Trainer, utils, config=self.config, model_config=described, loss_fn=loss_fn,
+            Trainer,
+            utils,
+            config=self.config,
+            model_config=described,
+            loss_fn=loss_fn,
             optimizers=self._optimizer(),
             gradient_accumulation_steps=1 if cell.pp > 1 else self.case.micros,
             num_pipeline_parallel_microbatches=self.case.micros if cell.pp > 1 else 1,
             train_context=utils.get_spmd_context(parallel_dims=self.dims, spmd_typechecking=False),
             **pipeline,
-        )  # fmt: skip
+        )
         self.trainer.fwd_bwd_fn = self.trainer._forward_backward_body
 
     def _parallelize(self, model: Any, loss_fn: Any) -> dict[str, Any]:
         spec, config = self.config.model_spec, self.config
         kw = {
-            "parallel_dims": self.dims, "training": config.training,
-            "parallelism": config.parallelism, "compile_config": config.compile,
-            "ac_config": config.activation_checkpoint, "dump_folder": "",
-        }  # fmt: skip
+            "parallel_dims": self.dims,
+            "training": config.training,
+            "parallelism": config.parallelism,
+            "compile_config": config.compile,
+            "ac_config": config.activation_checkpoint,
+            "dump_folder": "",
+        }
         if self.cell.pp == 1:
             self.parts = self.sharded([spec.parallelize_fn(model, **kw)])
             return {"model_parts": self.parts}
         micro_batch_lists()
         schedule, parts, first, last = spec.pipelining_fn(
-            model, device=self.case.device, model_config=spec.model,
-            parallelize_fn=spec.parallelize_fn, loss_fn=loss_fn, **kw,
-        )  # fmt: skip
+            model,
+            device=self.case.device,
+            model_config=spec.model,
+            parallelize_fn=spec.parallelize_fn,
+            loss_fn=loss_fn,
+            **kw,
+        )
         self.parts = self.sharded(parts)
         return {
-            "model_parts": parts, "pp_schedule": schedule, "pp_has_first_stage": first,
+            "model_parts": parts,
+            "pp_schedule": schedule,
+            "pp_has_first_stage": first,
             "pp_has_last_stage": last,
-        }  # fmt: skip
+        }
 
     def _optimizer(self) -> Any:
         from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig

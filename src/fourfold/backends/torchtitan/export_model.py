@@ -32,8 +32,12 @@ _EXPERTS: dict[str, tuple[object, ...]] = {
 _LLAMA = ("llama3", "Llama3", "parallelize_llama", "ComplexRoPE", "TransformerModelArgs")
 _QWEN = ("qwen3", "Qwen3", "parallelize_qwen3", "CosSinRoPE", "Qwen3ModelArgs")
 _DEEPSEEK = (
-    "deepseek_v3", "DeepSeekV3", "parallelize_deepseekv3", "ComplexRoPE", "DeepSeekV3ModelArgs",
-)  # fmt: skip
+    "deepseek_v3",
+    "DeepSeekV3",
+    "parallelize_deepseekv3",
+    "ComplexRoPE",
+    "DeepSeekV3ModelArgs",
+)
 _SCALING_IMPORT = "from torchtitan.models.llama3.model.args import RoPEScalingArgs\n"
 _EXPERTS_IMPORT = "from torchtitan.models.moe import MoEArgs\n"
 _MAKERS = ("make_moe_config", "make_routed_experts_config", "make_router_config")

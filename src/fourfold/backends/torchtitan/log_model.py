@@ -20,8 +20,11 @@ _TOLD_BY = {"non_blocking_capacity_factor": "hybridep", "cudagraphable": "deepep
 
 def titan_experts(args: Flat) -> Flat:
     """Of the model that torchtitan up to 0.2 prints, whose fields stand under moe_args."""
-    moe = {name.rpartition("moe_args.")[2]: value for name, value in args.items()
-           if "moe_args." in name}  # fmt: skip
+    moe = {
+        name.rpartition("moe_args.")[2]: value
+        for name, value in args.items()
+        if "moe_args." in name
+    }
     count = whole(moe.get("num_experts")) or 0
     has_latent = "kv_lora_rank" in args
     if count < 2 or not (has_latent or yes(args.get("moe_enabled"))):
@@ -52,10 +55,14 @@ def titan_layers(fields: dict[str, dict[int, str]], layers: int) -> Flat:
         return values.pop() if len(values) == 1 else ""
 
     each = {name: said(name) for name in fields}
-    latent = {name.rpartition(".")[2]: value for name, value in each.items()
-              if name.count(".") == 1}  # fmt: skip
-    dispatcher = [kind for name, kind in _TOLD_BY.items()
-                  if f"moe.routed_experts.token_dispatcher.{name}" in fields]  # fmt: skip
+    latent = {
+        name.rpartition(".")[2]: value for name, value in each.items() if name.count(".") == 1
+    }
+    dispatcher = [
+        kind
+        for name, kind in _TOLD_BY.items()
+        if f"moe.routed_experts.token_dispatcher.{name}" in fields
+    ]
     facts = columns("torchtitan-experts", each) | {
         "dispatcher": dispatcher[0] if dispatcher else "alltoall",
         "family": "deepseek" if latent.get("kv_lora_rank") else "qwen-moe",
@@ -83,8 +90,12 @@ def titan_placed(facts: Flat) -> Flat:
 
 # 'model_spec.model.layers.31.attention.n_heads'
 _LAYER = re.compile(r"model_spec\.model\.layers\.([0-9]{1,6})\.(\S+)")
-_SIZED = ("attention.n_heads", "attention.n_kv_heads", "attention.head_dim",
-          "feed_forward.w1.out_features")  # fmt: skip
+_SIZED = (
+    "attention.n_heads",
+    "attention.n_kv_heads",
+    "attention.head_dim",
+    "feed_forward.w1.out_features",
+)
 _ANY_LENGTH = 8192  # positions of these models have no weights
 
 
@@ -116,8 +127,10 @@ def configured_sizes(flat: Flat) -> Flat:
             layers.setdefault(found[2], {})[int(found[1])] = value
     if not numbers:
         return {}
-    fields = {name: {value for value in values.values() if not is_none(value)}
-              for name, values in layers.items()}  # fmt: skip
+    fields = {
+        name: {value for value in values.values() if not is_none(value)}
+        for name, values in layers.items()
+    }
     alike = {name: next(iter(values)) for name, values in fields.items() if len(values) == 1}
     known = columns("torchtitan-config", flat) | columns("torchtitan-layers", alike)
     known |= {

@@ -20,14 +20,23 @@ from fourfold.conformance.ranks.shims import tensor_ranks_on_cpu
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
 NAMES = {
-    "model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "head",
-    "input_layernorm.weight": "norm1", "post_attention_layernorm.weight": "norm2",
-    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o", "self_attn.q_norm.weight": "qnorm",
-    "self_attn.k_norm.weight": "knorm", "mlp.gate_proj.weight": "gate",
-    "mlp.up_proj.weight": "up", "mlp.down_proj.weight": "down", "mlp.gate.weight": "router",
+    "model.embed_tokens.weight": "embed",
+    "model.norm.weight": "norm",
+    "lm_head.weight": "head",
+    "input_layernorm.weight": "norm1",
+    "post_attention_layernorm.weight": "norm2",
+    "self_attn.q_proj.weight": "q",
+    "self_attn.k_proj.weight": "k",
+    "self_attn.v_proj.weight": "v",
+    "self_attn.o_proj.weight": "o",
+    "self_attn.q_norm.weight": "qnorm",
+    "self_attn.k_norm.weight": "knorm",
+    "mlp.gate_proj.weight": "gate",
+    "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down",
+    "mlp.gate.weight": "router",
     "mlp.experts.down_proj": "edown",
-}  # fmt: skip
+}
 
 
 class TokenRows(torch.utils.data.Dataset):
@@ -52,8 +61,12 @@ class TokenRows(torch.utils.data.Dataset):
 
 
 class Transformers(Adapter):
-    modules = ("transformers.models.llama.modeling_llama", "transformers.trainer",
-               "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate")  # fmt: skip
+    modules = (
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "accelerate",
+    )
 
     @staticmethod
     def legal(cell: Cell) -> str:
@@ -90,17 +103,32 @@ class Transformers(Adapter):
 
         t = self.tiny
         kw: dict = {
-            "vocab_size": t.vocab, "hidden_size": t.hidden, "intermediate_size": t.ffn,
-            "num_hidden_layers": t.layers, "num_attention_heads": t.heads, "rms_norm_eps": t.eps,
-            "num_key_value_heads": t.kv_heads, "head_dim": t.head_dim, "rope_theta": t.theta,
-            "tie_word_embeddings": t.tied, "max_position_embeddings": 2 * t.seq,
-            "attn_implementation": "eager", "use_cache": False, "torch_dtype": "float32",
-        }  # fmt: skip
+            "vocab_size": t.vocab,
+            "hidden_size": t.hidden,
+            "intermediate_size": t.ffn,
+            "num_hidden_layers": t.layers,
+            "num_attention_heads": t.heads,
+            "rms_norm_eps": t.eps,
+            "num_key_value_heads": t.kv_heads,
+            "head_dim": t.head_dim,
+            "rope_theta": t.theta,
+            "tie_word_embeddings": t.tied,
+            "max_position_embeddings": 2 * t.seq,
+            "attn_implementation": "eager",
+            "use_cache": False,
+            "torch_dtype": "float32",
+        }
         if not t.experts:
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**kw))
-        kw |= {"num_experts": t.experts, "num_experts_per_tok": t.top_k, "norm_topk_prob": False,
-               "moe_intermediate_size": t.ffn, "decoder_sparse_step": 1, "mlp_only_layers": [],
-               "router_aux_loss_coef": 0.0}  # fmt: skip
+        kw |= {
+            "num_experts": t.experts,
+            "num_experts_per_tok": t.top_k,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": t.ffn,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
         return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**kw))
 
     def _sharded(self, model: Any) -> Any:
@@ -139,15 +167,28 @@ class Transformers(Adapter):
             tensor_ranks_on_cpu()
         tensor_ranks = ParallelismConfig(tp_size=self.cell.tp) if self.cell.tp > 1 else None
         arguments = TrainingArguments(
-            output_dir=tempfile.gettempdir(), use_cpu=self.case.device.type == "cpu",
-            max_steps=STEPS, per_device_train_batch_size=self.case.micro_rows,
-            gradient_accumulation_steps=self.case.micros, learning_rate=LR, weight_decay=DECAY,
-            adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=CLIP,
-            lr_scheduler_type="constant", optim="adamw_torch", report_to=[], save_strategy="no",
-            disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
-            gradient_checkpointing=self.cell.has("recompute"), logging_strategy="no",
+            output_dir=tempfile.gettempdir(),
+            use_cpu=self.case.device.type == "cpu",
+            max_steps=STEPS,
+            per_device_train_batch_size=self.case.micro_rows,
+            gradient_accumulation_steps=self.case.micros,
+            learning_rate=LR,
+            weight_decay=DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPS,
+            max_grad_norm=CLIP,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            gradient_checkpointing=self.cell.has("recompute"),
+            logging_strategy="no",
             parallelism_config=tensor_ranks,
-        )  # fmt: skip
+        )
         rows = TokenRows(self)
         self.trainer = cast("Any", Trainer(model=model, args=arguments, train_dataset=rows))
         in_order = torch.utils.data.SequentialSampler(rows)

@@ -136,8 +136,13 @@ def shortage(phase: Phase, assumed: Assumptions, rate: Floats) -> tuple[Floats, 
         # Enough at the expected rate; where it is higher, more are assumed to be found.
         usual = phase.gpus * assumed.failures_per_gpu_day.value * assumed.replaced_share.value
         return np.zeros_like(away), spares_for(usual * assumed.repair_days.value)
-    within = sum((np.exp(k * np.log(np.maximum(away, 1e-300)) - away - math.lgamma(k + 1))
-                  for k in range(spares + 1)), np.zeros_like(away))  # fmt: skip
+    within = sum(
+        (
+            np.exp(k * np.log(np.maximum(away, 1e-300)) - away - math.lgamma(k + 1))
+            for k in range(spares + 1)
+        ),
+        np.zeros_like(away),
+    )
     return np.clip(1.0 - within, 0.0, 0.95), spares
 
 

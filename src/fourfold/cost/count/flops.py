@@ -209,8 +209,13 @@ CONVENTIONS = {
 ALIASES = {"all-params-full-attention": "mpt"}
 # What a published table may have printed, the likely ones of a topology table first.
 TRIED = (
-    "megatron-recompute", "megatron-old", "megatron-norecompute", "full-attention", "causal", "mpt",
-)  # fmt: skip
+    "megatron-recompute",
+    "megatron-old",
+    "megatron-norecompute",
+    "full-attention",
+    "causal",
+    "mpt",
+)
 # What every command counts by unless it is told otherwise: what the hardware has to do.
 DEFAULT = "causal"
 

@@ -24,9 +24,18 @@ from fourfold.cost.table.rows import Rows
 from fourfold.spec.engine import MeasuredAs
 
 GROUP = (
-    "source", "stack", "cluster", "hardware", "n_layers", "d_model", "n_heads", "n_gpus",
-    "seq_len", "gbs", "precision",
-)  # fmt: skip
+    "source",
+    "stack",
+    "cluster",
+    "hardware",
+    "n_layers",
+    "d_model",
+    "n_heads",
+    "n_gpus",
+    "seq_len",
+    "gbs",
+    "precision",
+)
 SMALLEST_GROUP = 4
 APART = 0.02
 
@@ -117,8 +126,10 @@ def _interval(rows: Rows, answers: RowPredictions, timed: Bools) -> dict[str, fl
 
 def group_labels(rows: Rows) -> list[tuple[str, ...]]:
     """What makes two rows compete; the network state is the word in the note."""
-    network = ["slow" if NoteWords(note).slow_network else _network(note)
-               for note in rows.table.column("note")]  # fmt: skip
+    network = [
+        "slow" if NoteWords(note).slow_network else _network(note)
+        for note in rows.table.column("note")
+    ]
     return list(zip(*(rows.table.column(name) for name in GROUP), network, strict=True))
 
 

@@ -79,9 +79,14 @@ MEMORY: tuple[str, ...] = tuple(k.name for k in COEFFICIENTS if k.part == "memor
 
 # Those of our engine on a CPU, which only a profile of one has (step/rates.py): nothing to fit.
 HOST: tuple[str, ...] = (
-    "cpu_start_s", "cpu_byte_s", "cpu_share", "cpu_gather_s", "cpu_gather_byte_s", "cpu_send_s",
+    "cpu_start_s",
+    "cpu_byte_s",
+    "cpu_share",
+    "cpu_gather_s",
+    "cpu_gather_byte_s",
+    "cpu_send_s",
     "cpu_send_byte_s",
-)  # fmt: skip
+)
 
 
 def defaults() -> dict[str, float]:
@@ -92,5 +97,12 @@ def defaults() -> dict[str, float]:
 # An engine that wastes nothing: tensors as counted, norms that keep less than their inputs, a fused
 # loss, nothing gathered kept, and the whole device. Engines whose memory was measured (most of them
 # academic) need more, so a blend of theirs says little about the least another one may need.
-LEAN = {"act": 1.0, "kept_hidden": 0.8, "state": 1.0, "logits": 0.5, "gathered": 0.02,
-        "base_gib": 0.5, "room": 1.0}  # fmt: skip
+LEAN = {
+    "act": 1.0,
+    "kept_hidden": 0.8,
+    "state": 1.0,
+    "logits": 0.5,
+    "gathered": 0.02,
+    "base_gib": 0.5,
+    "room": 1.0,
+}

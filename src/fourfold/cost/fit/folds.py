@@ -46,9 +46,14 @@ class Sample:
 
     def take(self, index: Places) -> Sample:
         return Sample(
-            self.columns.take(index), self.stack[index], self.cluster[index],
-            self.hardware[index], self.step_s[index], self.mem_gb[index], self.fits[index],
-        )  # fmt: skip
+            self.columns.take(index),
+            self.stack[index],
+            self.cluster[index],
+            self.hardware[index],
+            self.step_s[index],
+            self.mem_gb[index],
+            self.fits[index],
+        )
 
     def all_keys(self) -> list[tuple[str, str]]:
         return sorted(set(zip(self.stack.tolist(), self.cluster.tolist(), strict=True)))
@@ -77,9 +82,16 @@ def sample(tables: Sequence[Rows]) -> Sample:
         step = np.where(ok & (rows.step_s > 0), rows.step_s, np.nan)
         mem = np.where(ok & (rows.mem_gb > 0), rows.mem_gb, np.nan)
         parts.append(
-            Sample(rows.columns.take(index), rows.stack[index], rows.cluster[index],
-                   rows.hardware[index], step[index], mem[index], fits[index])
-        )  # fmt: skip
+            Sample(
+                rows.columns.take(index),
+                rows.stack[index],
+                rows.cluster[index],
+                rows.hardware[index],
+                step[index],
+                mem[index],
+                fits[index],
+            )
+        )
     return joined_samples(parts)
 
 
@@ -174,10 +186,25 @@ def _settings(rows: Rows) -> Floats:
     split = np.where(c.shard < c.dp * c.cp, c.shard, 0.0)
     recompute = c.full_ckpt + 10.0 * c.attn_ckpt + 100.0 * c.norm_ckpt
     return np.stack(
-        [model, c.seq, c.gpus, c.tp, c.cp, c.pp, c.vpp, c.micro, c.batch, c.zero + 10.0 * split,
-         recompute, c.attention + 10.0 * c.fused_norm, c.precision, c.sp, c.peak],
+        [
+            model,
+            c.seq,
+            c.gpus,
+            c.tp,
+            c.cp,
+            c.pp,
+            c.vpp,
+            c.micro,
+            c.batch,
+            c.zero + 10.0 * split,
+            recompute,
+            c.attention + 10.0 * c.fused_norm,
+            c.precision,
+            c.sp,
+            c.peak,
+        ],
         axis=1,
-    )  # fmt: skip
+    )
 
 
 def labels(rows: Rows, kind: str) -> NDArray[np.str_]:

@@ -202,7 +202,12 @@ def counts(c: Columns) -> dict[str, int]:
 
 
 WIDE = 0.12  # half of an interval (log) that asks for a reason
-_CALLED = {"hidden": "the width", "seq": "the sequence", "gpus": "the number of GPUs",
-           "tokens": "the number of tokens in a micro batch",
-           "micros": "the number of micro batches", "vpp": "the number of virtual stages",
-           "low_precision": "the format of products"}  # fmt: skip
+_CALLED = {
+    "hidden": "the width",
+    "seq": "the sequence",
+    "gpus": "the number of GPUs",
+    "tokens": "the number of tokens in a micro batch",
+    "micros": "the number of micro batches",
+    "vpp": "the number of virtual stages",
+    "low_precision": "the format of products",
+}

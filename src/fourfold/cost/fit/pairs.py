@@ -22,9 +22,22 @@ KNOBS: dict[str, tuple[str, ...]] = {
     "capacity": ("capacity_factor",),
 }
 _SHARED = (
-    "source", "stack", "cluster", "hardware", "model", "n_layers", "d_model", "seq_len", "n_gpus",
-    "gbs", *MODEL_AXES, *EXPERT_AXES, "vpp", "sharding", "cuda_graph",
-)  # fmt: skip
+    "source",
+    "stack",
+    "cluster",
+    "hardware",
+    "model",
+    "n_layers",
+    "d_model",
+    "seq_len",
+    "n_gpus",
+    "gbs",
+    *MODEL_AXES,
+    *EXPERT_AXES,
+    "vpp",
+    "sharding",
+    "cuda_graph",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

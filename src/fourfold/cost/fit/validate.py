@@ -85,8 +85,18 @@ def held_out(
 
 def joined_parts(parts: list[RowPredictions], masks: list[Bools], rows: Rows) -> RowPredictions:
     """Predictions of one table, each part answering the rows of its mask."""
-    names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
-             "worst_gb", "fits", "fit_chance")  # fmt: skip
+    names = (
+        "step_s",
+        "low_s",
+        "high_s",
+        "tokens_s_gpu",
+        "tflops_gpu",
+        "mfu_pct",
+        "mem_gb",
+        "worst_gb",
+        "fits",
+        "fit_chance",
+    )
     chosen: dict[str, Any] = {}
     for name in names:
         chosen[name] = np.full(rows.table.length, False if name == "fits" else np.nan)

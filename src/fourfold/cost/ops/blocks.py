@@ -34,10 +34,15 @@ def linear(
     apart = np.where(c.fused_qkv > 0, 1.0, parts)
     product = partial(Op, name=name, kind="product", narrow=narrow)
     yield product(
-        m=s.tokens, n=outs, k=ins, again=again,
-        keeps=keeps, habit="kept_hidden" if name in _BLOCK_INPUTS else "", gives=s.each * ins,
+        m=s.tokens,
+        n=outs,
+        k=ins,
+        again=again,
+        keeps=keeps,
+        habit="kept_hidden" if name in _BLOCK_INPUTS else "",
+        gives=s.each * ins,
         holds=_casting(c, s, outs / apart, ins),
-    )  # fmt: skip
+    )
     yield product(phase="inputs", m=s.tokens, n=ins, k=outs)
     yield product(phase="weights", m=ins, n=outs, k=s.tokens)
 
@@ -66,9 +71,17 @@ def norm(c: Columns, s: Sizes, name: str, again: Floats = NONE) -> Iterator[Op]:
     each = s.each * s.between
     kept = each * np.where(c.fused_norm > 0, 1.0, 2.0)
     yield from passes(
-        c, s, name, 2.0 * each, lambda: (4.0 * each, 4.0 * each), kind="norm", again=again,
-        keeps=kept, habit="kept_hidden", holds=each,
-    )  # fmt: skip
+        c,
+        s,
+        name,
+        2.0 * each,
+        lambda: (4.0 * each, 4.0 * each),
+        kind="norm",
+        again=again,
+        keeps=kept,
+        habit="kept_hidden",
+        holds=each,
+    )
 
 
 def residual(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
@@ -84,8 +97,9 @@ def gathered(c: Columns, s: Sizes, name: str, again: Floats) -> Iterator[Op]:
     often, between = np.where(c.sp > 0, 1.0, 0.0), s.each * s.between
     kept = np.where(s.parted, s.tokens * c.hidden * c.saved_bytes, 0.0)
     holds = np.where(s.parted, s.copied, -between)
-    yield _tp(s, name, "forward", often, again, keeps=kept, habit="gathered", gives=between,
-              holds=holds)  # fmt: skip
+    yield _tp(
+        s, name, "forward", often, again, keeps=kept, habit="gathered", gives=between, holds=holds
+    )
     yield _tp(s, name, "inputs", 2.0 - often)
     yield _tp(s, name, "weights", 0.5 * often)
 
@@ -101,8 +115,16 @@ def summed(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
 def _tp(
     s: Sizes, name: str, phase: Phase, halves: Floats, again: Floats = NONE, **memory: Any
 ) -> Op:
-    return Op(name=name, kind="collective", phase=phase, axis="tp", bytes=s.message, halves=halves,
-              again=again, **memory)  # fmt: skip
+    return Op(
+        name=name,
+        kind="collective",
+        phase=phase,
+        axis="tp",
+        bytes=s.message,
+        halves=halves,
+        again=again,
+        **memory,
+    )
 
 
 def passes(

@@ -72,8 +72,14 @@ def experts(c: Columns, s: Sizes) -> Iterator[Op]:
 def _router(c: Columns, e: ExpertSizes) -> Iterator[Op]:
     product = partial(Op, name="mlp.router", kind="product", narrow=False)
     logits = 4.0 * e.tokens * c.experts
-    yield product(m=e.tokens, n=c.experts, k=c.hidden, again=e.again, keeps=2.0 * e.kept * logits,
-                  gives=e.tokens * c.hidden * c.act_bytes)  # fmt: skip
+    yield product(
+        m=e.tokens,
+        n=c.experts,
+        k=c.hidden,
+        again=e.again,
+        keeps=2.0 * e.kept * logits,
+        gives=e.tokens * c.hidden * c.act_bytes,
+    )
     yield product(phase="inputs", m=e.tokens, n=c.hidden, k=c.experts)
     yield product(phase="weights", m=c.hidden, n=c.experts, k=e.tokens)
     scores = partial(Op, name="mlp.router, scores", kind="elementwise")
@@ -99,8 +105,9 @@ def _grouped(
     c: Columns, e: ExpertSizes, name: str, outs: Floats, ins: Floats, again: Floats, keeps: Floats
 ) -> Iterator[Op]:
     product = partial(Op, name=name, kind="grouped product", groups=e.local)
-    yield product(m=e.each, n=outs, k=ins, again=again, keeps=keeps,
-                  gives=e.rows * ins * c.act_bytes)  # fmt: skip
+    yield product(
+        m=e.each, n=outs, k=ins, again=again, keeps=keeps, gives=e.rows * ins * c.act_bytes
+    )
     yield product(phase="inputs", m=e.each, n=ins, k=outs)
     yield product(phase="weights", m=ins, n=outs, k=e.each)
 

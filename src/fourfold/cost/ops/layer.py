@@ -76,9 +76,15 @@ def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
     qkv = s.each * (s.width + 2.0 * s.kv)
     wide = np.where(c.rope > 0, (14.0 / c.act_bytes - 1.0) * s.each * s.width, 0.0)
     yield from passes(
-        c, s, "attention.rotate", 2.0 * s.each * s.qkv, counted, again=s.all_again,
-        gives=qkv, holds=wide - qkv,
-    )  # fmt: skip
+        c,
+        s,
+        "attention.rotate",
+        2.0 * s.each * s.qkv,
+        counted,
+        again=s.all_again,
+        gives=qkv,
+        holds=wide - qkv,
+    )
 
 
 def context(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -96,9 +102,13 @@ def core(c: Columns, s: Sizes) -> Iterator[Op]:
     """Scores, softmax and their product with values; it keeps all of these but what is made again,
     and the output."""
     yield Op(
-        name="attention.core", kind="attention", m=s.micro, again=s.core_again,
-        keeps=_attended(c, s), gives=s.each * (s.width + 2.0 * s.kv),
-    )  # fmt: skip
+        name="attention.core",
+        kind="attention",
+        m=s.micro,
+        again=s.core_again,
+        keeps=_attended(c, s),
+        gives=s.each * (s.width + 2.0 * s.kv),
+    )
     yield Op(name="attention.core", kind="attention", phase="inputs", m=s.micro)
 
 
@@ -172,10 +182,15 @@ def activation(c: Columns, s: Sizes) -> Iterator[Op]:
     each, wide = s.each, s.each * s.wide
     gate = np.where(s.made_again, 0.0, each * c.eager * c.gated * s.ffn)
     yield from passes(
-        c, s, "mlp.activation", each * (2.0 + c.gated) * s.ffn,
-        lambda: (wide + each * s.ffn, 2.0 * wide + each * s.ffn), again=s.norm_again,
-        keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate, gives=wide,
-    )  # fmt: skip
+        c,
+        s,
+        "mlp.activation",
+        each * (2.0 + c.gated) * s.ffn,
+        lambda: (wide + each * s.ffn, 2.0 * wide + each * s.ffn),
+        again=s.norm_again,
+        keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate,
+        gives=wide,
+    )
 
 
 def activated(c: Columns, s: Sizes) -> Floats:

@@ -9,8 +9,18 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.spec.words import DTYPES
 
-Kind = Literal["product", "grouped product", "attention", "norm", "elementwise", "cast", "copy",
-               "collective", "send", "host"]  # fmt: skip
+Kind = Literal[
+    "product",
+    "grouped product",
+    "attention",
+    "norm",
+    "elementwise",
+    "cast",
+    "copy",
+    "collective",
+    "send",
+    "host",
+]
 # A product's backward pass is two: gradients of its inputs and of its weights.
 Phase = Literal["forward", "inputs", "weights", "update"]
 _FP8 = DTYPES.index("fp8")

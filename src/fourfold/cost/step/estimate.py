@@ -25,11 +25,20 @@ from fourfold.spec.layout import EXPERT_AXES
 
 # Parts of a layer's time by kind of operation, of messages by axis.
 PART_OF = {
-    "product": "gemm", "grouped product": "gemm", "attention": "attention", "norm": "elementwise",
-    "elementwise": "elementwise", "cast": "elementwise", "copy": "elementwise", "tp": "tp_comm",
-    "cp": "cp_comm", "shard": "fsdp_comm", "replicas": "fsdp_comm",
-    **dict.fromkeys(EXPERT_AXES, "ep_comm"), "host": "host",
-}  # fmt: skip
+    "product": "gemm",
+    "grouped product": "gemm",
+    "attention": "attention",
+    "norm": "elementwise",
+    "elementwise": "elementwise",
+    "cast": "elementwise",
+    "copy": "elementwise",
+    "tp": "tp_comm",
+    "cp": "cp_comm",
+    "shard": "fsdp_comm",
+    "replicas": "fsdp_comm",
+    **dict.fromkeys(EXPERT_AXES, "ep_comm"),
+    "host": "host",
+}
 _ZERO: Floats = np.zeros(())
 
 
@@ -115,8 +124,17 @@ def layer_times(
     return LayerTimes(parts, total, launch / gathered)
 
 
-LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "ep_comm",
-               "fsdp_comm", "host")  # fmt: skip
+LAYER_PARTS = (
+    "gemm",
+    "attention",
+    "elementwise",
+    "recompute",
+    "tp_comm",
+    "cp_comm",
+    "ep_comm",
+    "fsdp_comm",
+    "host",
+)
 PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
 _FSDP2_FIXED = (
     0.1  # of what other engines do once per step: logging, clipping, waiting for a number

@@ -49,8 +49,10 @@ def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: Floats | float) -> Fl
     filled wave is paid (schedulers and split-K hide some of it).
     """
     costs = []
-    down, across = ({size: np.ceil(side / size) for size in {tile[i] for tile in TILES}}
-                    for i, side in enumerate((m, n)))  # fmt: skip
+    down, across = (
+        {size: np.ceil(side / size) for size in {tile[i] for tile in TILES}}
+        for i, side in enumerate((m, n))
+    )
     for rows, cols, speed in TILES:
         filled = down[rows] * across[cols] / sms
         waves = np.maximum(0.5, (1.0 - wave) * filled + wave * np.ceil(filled))

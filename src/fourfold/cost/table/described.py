@@ -46,12 +46,26 @@ _SHARDING = {name: name for name in SHARDINGS} | {
     name: kind for name, kind in SHARDING.items() if name not in HYBRID
 }
 # The published tables say "fused" of Megatron's fused softmax.
-_ATTENTION = {"": "auto", "flash": "auto", "flash1": "auto", "flash2": "auto", "flash3": "cudnn",
-              "fused": "fused-softmax", "fused-softmax": "fused-softmax",
-              "unfused": "unfused"}  # fmt: skip
+_ATTENTION = {
+    "": "auto",
+    "flash": "auto",
+    "flash1": "auto",
+    "flash2": "auto",
+    "flash3": "cudnn",
+    "fused": "fused-softmax",
+    "fused-softmax": "fused-softmax",
+    "unfused": "unfused",
+}
 _FLASH = ("", "flash", "flash2", "flash3")
-_STATE_DTYPES = {"": None, "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
-                 "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # fmt: skip
+_STATE_DTYPES = {
+    "": None,
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+}
 _ACTIVATIONS = {"moe_act", "act", "swiglu"}
 _NORMS = {"layernorm", "rmsnorm", "norm"}
 

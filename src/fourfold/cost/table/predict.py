@@ -25,9 +25,19 @@ from fourfold.spec.engine import engine_of, is_known
 
 CHUNK = 8192
 FIELDS = (
-    "row_id", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
-    "mem_gb", "fits", "fit_chance", "reason", "provenance",
-)  # fmt: skip
+    "row_id",
+    "step_s",
+    "step_s_low",
+    "step_s_high",
+    "tokens_s_gpu",
+    "tflops_gpu",
+    "mfu_pct",
+    "mem_gb",
+    "fits",
+    "fit_chance",
+    "reason",
+    "provenance",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +83,19 @@ def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) ->
     tflops, mfu = _rates(rows, tokens)
     chance = np.where(unstated, np.maximum(out["chance"], REFUSED), out["chance"])
     return RowPredictions(
-        out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
-        np.nan_to_num(chance) >= 0.5, chance, reasons, words,
-    )  # fmt: skip
+        out["step"],
+        out["low"],
+        out["high"],
+        tokens,
+        tflops,
+        mfu,
+        out["mem"],
+        out["worst"],
+        np.nan_to_num(chance) >= 0.5,
+        chance,
+        reasons,
+        words,
+    )
 
 
 def _unstated(table: RowTable) -> NDArray[np.bool_]:

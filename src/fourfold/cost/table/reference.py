@@ -81,11 +81,27 @@ def _stated(note: str, yes: str, no: str) -> bool | None:
 
 # Of models with experts; blank of others, but for CUDA graphs, which any run may have.
 EXPERT_COLUMNS = (
-    "head_dim", "attn_kind", "q_lora_rank", "kv_lora_rank", "qk_rope_dim", "v_head_dim", "experts",
-    "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "moe_every", "mtp_layers",
-    *EXPERT_AXES, "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
+    "head_dim",
+    "attn_kind",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_dim",
+    "v_head_dim",
+    "experts",
+    "experts_per_token",
+    "expert_ffn",
+    "shared_ffn",
+    "dense_layers",
+    "moe_every",
+    "mtp_layers",
+    *EXPERT_AXES,
+    "dispatcher",
+    "a2a_overlap",
+    "routing",
+    "capacity_factor",
+    "recompute_modules",
     "cuda_graph",
-)  # fmt: skip
+)
 # Settings in which engines and their releases differ; what is blank is the habit of the engine.
 # `overlap`: words of OVERLAP_WORDS, or "none"; `nvlink_domain`: ranks joined by NVLink.
 SETTING_COLUMNS = (

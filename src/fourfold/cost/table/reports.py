@@ -89,15 +89,24 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
     for i, report in enumerate(reports):
         spec, layout = report.spec, report.spec.layout
         cells = {
-            "row_id": spec.run_id, "source": OURS, "stack": OURS, "cluster": cluster.name,
-            "hardware": cluster.device.id, "family": spec.model.family,
-            "n_layers": spec.model.layers, "d_model": spec.model.hidden,
-            "n_heads": spec.model.heads, "seq_len": spec.batch.seq_len, "n_gpus": spec.gpus,
+            "row_id": spec.run_id,
+            "source": OURS,
+            "stack": OURS,
+            "cluster": cluster.name,
+            "hardware": cluster.device.id,
+            "family": spec.model.family,
+            "n_layers": spec.model.layers,
+            "d_model": spec.model.hidden,
+            "n_heads": spec.model.heads,
+            "seq_len": spec.batch.seq_len,
+            "n_gpus": spec.gpus,
             **layout.sizes,
-            "mbs": spec.batch.micro_batch, "gbs": spec.batch.global_batch,
-            "precision": spec.policy.precision_name, "act_ckpt": spec.policy.recompute,
+            "mbs": spec.batch.micro_batch,
+            "gbs": spec.batch.global_batch,
+            "precision": spec.policy.precision_name,
+            "act_ckpt": spec.policy.recompute,
             "status": report.outcome,
-        }  # fmt: skip
+        }
         for name, value in cells.items():
             texts[name][i] = str(value)
     return RowTable(Path(folder).name, texts, len(reports))

@@ -144,11 +144,24 @@ def _numbers(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> dict[str
     """Of each length, by names of KindTimes: kernels, messages waited for, bytes of a rank."""
     c = columns(
         len(lengths),
-        layers=1, hidden=ask.hidden, heads=ask.heads, kv_heads=ask.kv_heads, ffn=1, vocab=1,
-        seq=lengths, micro=1, batch=1, gpus=ask.ranks, pp=1, dp=1, tp=1, cp=ask.ranks,
-        cp_kind=words.CP_KINDS.index(kind), act_bytes=DTYPE_BYTES[ask.dtype],
+        layers=1,
+        hidden=ask.hidden,
+        heads=ask.heads,
+        kv_heads=ask.kv_heads,
+        ffn=1,
+        vocab=1,
+        seq=lengths,
+        micro=1,
+        batch=1,
+        gpus=ask.ranks,
+        pp=1,
+        dp=1,
+        tp=1,
+        cp=ask.ranks,
+        cp_kind=words.CP_KINDS.index(kind),
+        act_bytes=DTYPE_BYTES[ask.dtype],
         **machine_facts(cluster, ask.dtype),
-    )  # fmt: skip
+    )
     parts = layer_times(c, coefficients.defaults(), micro=c.micro).parts
     keys = [op for op in decoder_layer(c, c.micro) if op.axis == "cp"]
     whole = sum((op.halves * op.bytes for op in keys), np.zeros(len(c)))

@@ -110,21 +110,30 @@ def _sizes(spec: RunSpec, trace: LayerTrace) -> dict[str, int]:
     model, layout = spec.model, spec.layout
     kv_rank = max(1, model.kv_heads // layout.tp)
     sizes = {
-        "tokens": spec.batch.seq_len, "hidden": model.hidden, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_size": model.head_size, "ffn": model.ffn,
-        "tp": layout.tp, "cp": layout.cp, "dp": layout.dp,
+        "tokens": spec.batch.seq_len,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_size": model.head_size,
+        "ffn": model.ffn,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "dp": layout.dp,
         # Columns of the fused projection on one rank; a KV head may be on several.
         "qkv_width": (model.heads // layout.tp + 2 * kv_rank) * model.head_size,
-    }  # fmt: skip
+    }
     if layout.cp > 1 and spec.policy.cp_kind == "ulysses":
         copies = kv_copies(model.heads // layout.tp, kv_rank, layout.cp)
         if copies > 1:
             sizes["kv_copies"] = copies
     if model.moe is not None:
         sizes |= {
-            "experts": model.experts, "top_k": model.top_k, "expert_ffn": model.moe.ffn,
-            "ep": layout.ep, "etp": layout.etp,
-        }  # fmt: skip
+            "experts": model.experts,
+            "top_k": model.top_k,
+            "expert_ffn": model.moe.ffn,
+            "ep": layout.ep,
+            "etp": layout.etp,
+        }
     flat = [t.shape[0] for step in trace.steps for t in step.tensors if t.name == "buffer"]
     if flat:
         sizes["weights"] = max(flat)  # padded to equal parts

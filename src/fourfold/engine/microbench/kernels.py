@@ -142,9 +142,16 @@ class Linears:
             "weight gradient": (self.outs, self.ins, self.rows),
         }[makes]
         return Product(
-            part=self.part, name=self.name, when=when, makes=makes, m=m, n=n, k=k, calls=calls,
+            part=self.part,
+            name=self.name,
+            when=when,
+            makes=makes,
+            m=m,
+            n=n,
+            k=k,
+            calls=calls,
             groups=self.groups,
-        )  # fmt: skip
+        )
 
 
 def _linear(one: Linears, calls: int) -> list[Product]:

@@ -211,9 +211,17 @@ def _(
     grad, again = torch.empty_like(gate_up_RG), torch.empty_like(grad_RF)
     grad_scores = torch.empty_like(scores_NK)
     kernels().swiglu_rows_backward[(rows,)](
-        gate_up_RG, scores_NK, source_R, grad_RF.contiguous(), grad, again, grad_scores, width,
-        BLOCK=power(width), num_warps=4,
-    )  # fmt: skip
+        gate_up_RG,
+        scores_NK,
+        source_R,
+        grad_RF.contiguous(),
+        grad,
+        again,
+        grad_scores,
+        width,
+        BLOCK=power(width),
+        num_warps=4,
+    )
     return grad, again, grad_scores
 
 

@@ -56,9 +56,17 @@ def place(ids, ends, counts, place_of, row_of, rows, blocks, E: tl.constexpr, RO
 
 @triton.jit
 def regroup(
-    counts, order, back, ends, rows, groups, experts,
-    G: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    counts,
+    order,
+    back,
+    ends,
+    rows,
+    groups,
+    experts,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Where a row of one block of group and expert goes when blocks are ordered by expert first.
     Blocks are few: each program finds those of its rows among all."""
     group, expert = tl.arange(0, G)[:, None], tl.arange(0, E)[None, :]

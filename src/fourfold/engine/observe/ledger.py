@@ -43,9 +43,14 @@ class Allocation:
     def large(self, name: str = "") -> Large:
         shape = "x".join(map(str, self.shape))
         return Large(
-            bytes=self.size, kind=self.kind, shape=shape, dtype=self.dtype, op=self.op,
-            phase=self.phase, name=name,
-        )  # fmt: skip
+            bytes=self.size,
+            kind=self.kind,
+            shape=shape,
+            dtype=self.dtype,
+            op=self.op,
+            phase=self.phase,
+            name=name,
+        )
 
 
 @dataclass(frozen=True, slots=True)

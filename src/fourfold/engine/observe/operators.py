@@ -72,10 +72,13 @@ def _group_names(arguments: tuple[Any, ...]) -> Iterator[str]:
 _ATTENTION_FORWARD = tuple(
     f"_scaled_dot_product_{kernel}"
     for kernel in (
-        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
         "fused_attention_overrideable",
     )
-)  # fmt: skip
+)
 
 
 def is_attention(func: Any) -> bool:

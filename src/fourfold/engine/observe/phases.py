@@ -23,8 +23,14 @@ from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that
 # share a KV head, the two stages that share a tied embedding.
-_AXIS = {"dp_cp": "dp", "fsdp": "dp", "replicas": "dp", "kv": "tp", "embedding": "pp",
-         "all_edp": "edp"}  # fmt: skip
+_AXIS = {
+    "dp_cp": "dp",
+    "fsdp": "dp",
+    "replicas": "dp",
+    "kv": "tp",
+    "embedding": "pp",
+    "all_edp": "edp",
+}
 
 
 def axes_of(world: World, model: ModelShape) -> dict[str, str]:
@@ -114,8 +120,15 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
 # Of a micro batch; a phase lasts until the next. With virtual stages each chunk has its own
 # (`layers#1`). A step has the others once.
 MICRO_PHASES = (
-    "embed", "layers", "head", "between", "head back", "layers back", "embed back", "weights",
-)  # fmt: skip
+    "embed",
+    "layers",
+    "head",
+    "between",
+    "head back",
+    "layers back",
+    "embed back",
+    "weights",
+)
 STEP_PHASES = ("data", "reduce", "optimizer")
 
 Stamp = torch.cuda.Event | float

@@ -17,13 +17,33 @@ from fourfold.engine.one_rank.fake_peers import FILL
 
 PARTS = ("matrix products", "attention", "norms and element-wise", "copies and casts", "fills")
 _PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "matmul", "linear", "addmv", "mv", "_grouped_mm",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "matmul",
+    "linear",
+    "addmv",
+    "mv",
+    "_grouped_mm",
     "_scaled_grouped_mm",
-)  # fmt: skip
+)
 _COPIES = (
-    "copy_", "_to_copy", "cat", "stack", "clone", "contiguous", "split_with_sizes_copy",
-    "chunk_cat", "_chunk_cat", "fill_", "zero_", "slice_scatter", "all_gather_copy_in",
-)  # fmt: skip
+    "copy_",
+    "_to_copy",
+    "cat",
+    "stack",
+    "clone",
+    "contiguous",
+    "split_with_sizes_copy",
+    "chunk_cat",
+    "_chunk_cat",
+    "fill_",
+    "zero_",
+    "slice_scatter",
+    "all_gather_copy_in",
+)
 
 
 def kind_of(name: str) -> str:

@@ -17,8 +17,17 @@ from fourfold.engine.observe.operators import OPS, is_attention, is_collective
 from fourfold.result.trace import How, MessageCount, Op, StepCount, TensorCount
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COPIES = ("_to_copy", "cat", "chunk_cat", "clone", "repeat", "repeat_interleave", "stack",
-           "index_select", "split_with_sizes_copy")  # fmt: skip
+_COPIES = (
+    "_to_copy",
+    "cat",
+    "chunk_cat",
+    "clone",
+    "repeat",
+    "repeat_interleave",
+    "stack",
+    "index_select",
+    "split_with_sizes_copy",
+)
 _MADE = ("empty", "empty_like")  # what a kernel, or a message, writes into
 HOLD, WEIGHTS, WEIGHTS_AGAIN = "hold", "weights", "weights again"
 # FSDP's own operators: what they belong to, whichever module is at work.

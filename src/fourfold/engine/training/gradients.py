@@ -76,8 +76,13 @@ def counted_once(shards: Sequence[Shard], spec: RunSpec, world: World) -> list[S
     holds_first = replica == 0 and (not whole or world.layout.expert_place(world.rank)[0] == 0)
     kv = world.kv_group(spec.model)
     tp_first = world.tp.rank == 0
-    first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0,
-             "experts": holds_first}  # fmt: skip
+    first = {
+        "none": True,
+        "tp": tp_first,
+        "heads": tp_first,
+        "kv": kv is None or kv.rank == 0,
+        "experts": holds_first,
+    }
     tied_copy = spec.model.tied and not world.is_first
     return [
         shard

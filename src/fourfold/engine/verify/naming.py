@@ -24,9 +24,12 @@ from fourfold.spec.run import RunSpec
 # Blocks of ours by the laboratory's letters.
 _LETTERS = {"experts": "e", "shared": "s"}
 _NAMES = {
-    "embedding": "embed", "final_norm": "norm", "attention_norm": "norm1", "mlp_norm": "norm2",
+    "embedding": "embed",
+    "final_norm": "norm",
+    "attention_norm": "norm1",
+    "mlp_norm": "norm2",
     "out": "o",
-}  # fmt: skip
+}
 _CLOSE = 1e-4
 
 
@@ -53,17 +56,25 @@ def name_of(answers: Answers, recipe: Recipe, device: torch.device) -> list[str]
     layers = sorted({layer for one in answers.findings for layer in one.counts[0]})
     balance = zip(*(one.balance for one in answers.findings), strict=True)
     got = {
-        "loss": first.losses, "norm": first.norms, "balance": [sum(parts) for parts in balance],
-        "grad": _stacked(grads), "param": _stacked(params),
-        "spread": _largest(spread), "spread_after": _largest(spread_after),
+        "loss": first.losses,
+        "norm": first.norms,
+        "balance": [sum(parts) for parts in balance],
+        "grad": _stacked(grads),
+        "param": _stacked(params),
+        "spread": _largest(spread),
+        "spread_after": _largest(spread_after),
         "moved": _stacked(moved),
-    }  # fmt: skip
+    }
     want = {
-        "loss": truth.losses, "norm": truth.norms, "grad": _stacked(truth.grads),
-        "param": _stacked(truth.params), "balance": truth.balance, "start": _stacked(truth.start),
+        "loss": truth.losses,
+        "norm": truth.norms,
+        "grad": _stacked(truth.grads),
+        "param": _stacked(truth.params),
+        "balance": truth.balance,
+        "start": _stacked(truth.start),
         "moved": _stacked(truth.moved),
         "idle": _stacked_idle(truth, layers),
-    }  # fmt: skip
+    }
     return compare.signature(got, want, _degrees(spec))
 
 

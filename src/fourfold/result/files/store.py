@@ -37,8 +37,13 @@ _SAY_EVERY_S = 2.0
 _MOST_REPEATS = 1_000_000
 # What a rank leaves behind that says why a run failed; the rest is of no use after the run.
 _EXPLAINS_FAILURE = (
-    "rank-*.log", "host*.log", "slurm*", "stack-*", "flight-*", "failure-*.json",
-)  # fmt: skip
+    "rank-*.log",
+    "host*.log",
+    "slurm*",
+    "stack-*",
+    "flight-*",
+    "failure-*.json",
+)
 
 
 @dataclass(frozen=True, slots=True)

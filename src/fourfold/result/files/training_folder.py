@@ -28,8 +28,15 @@ from fourfold.spec.words import WIDER
 
 # Of the settings, what may change between starts without a word.
 _FREE_SETTINGS = (
-    "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb", "weights",
-)  # fmt: skip
+    "steps",
+    "save_every",
+    "keep",
+    "async_save",
+    "log_every",
+    "tensorboard",
+    "wandb",
+    "weights",
+)
 # What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
 _FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")

@@ -29,15 +29,45 @@ from fourfold.units import counted
 
 # Fields of a model that every writer looks at; another one must have its default to be exported.
 KNOWN_OF_MODEL = {
-    "family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "positions", "norm",
-    "activation", "bias", "tied", "embedding_norm", "head_dim", "experts", "top_k", "norm_eps",
-    "name", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "moe", "latent", "mtp",
-}  # fmt: skip
+    "family",
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "positions",
+    "norm",
+    "activation",
+    "bias",
+    "tied",
+    "embedding_norm",
+    "head_dim",
+    "experts",
+    "top_k",
+    "norm_eps",
+    "name",
+    "qkv_bias",
+    "out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "moe",
+    "latent",
+    "mtp",
+}
 # Fields of a policy that only our own engine has.
 OWN_OF_POLICY = (
-    "param_dtype", "compute_dtype", "grad_dtype", "optimizer_dtype", "optimizer", "prefetch",
-    "loss_chunks", "offload", "fused_projections", "cuda_graph",
-)  # fmt: skip
+    "param_dtype",
+    "compute_dtype",
+    "grad_dtype",
+    "optimizer_dtype",
+    "optimizer",
+    "prefetch",
+    "loss_chunks",
+    "offload",
+    "fused_projections",
+    "cuda_graph",
+)
 # Values that an engine has, by field; (): all.
 Choices = Mapping[str, tuple[object, ...]]
 # Names and values on a command line; None: a switch.

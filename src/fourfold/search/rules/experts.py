@@ -21,8 +21,11 @@ from fourfold.spec.words import MOE_RECOMPUTE, RECOMPUTE_KINDS
 _RECOMPUTES_EXCHANGE = tuple(map(RECOMPUTE_KINDS.index, ("full", "every", "block", "moe")))
 
 _OF_EXPERTS = {
-    "dispatcher": "auto", "routing": "natural", "imbalance": None, "overlap_exchange": False,
-}  # fmt: skip
+    "dispatcher": "auto",
+    "routing": "natural",
+    "imbalance": None,
+    "overlap_exchange": False,
+}
 _MOE_KINDS = tuple(RECOMPUTE_KINDS.index(kind) for kind in MOE_RECOMPUTE)
 
 

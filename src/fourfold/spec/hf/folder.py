@@ -18,12 +18,29 @@ from fourfold.spec.model import ModelShape
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # What decides the function beside sizes. Dropout is a run's, not the weights'.
 _FUNCTION = (
-    "norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied", "qk_norm", "norms",
-    "block", "window", "mixers", "variants", "top_k",
-)  # fmt: skip
+    "norm",
+    "norm_eps",
+    "activation",
+    "positions",
+    "heads",
+    "kv_heads",
+    "tied",
+    "qk_norm",
+    "norms",
+    "block",
+    "window",
+    "mixers",
+    "variants",
+    "top_k",
+)
 _ROUTING = (
-    "moe.score", "moe.normalised", "moe.scale", "moe.groups", "moe.group_top_k", "moe.group_score",
-)  # fmt: skip
+    "moe.score",
+    "moe.normalised",
+    "moe.scale",
+    "moe.groups",
+    "moe.group_top_k",
+    "moe.group_score",
+)
 
 
 class Named(Protocol):

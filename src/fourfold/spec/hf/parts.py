@@ -20,8 +20,11 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 # The forms of GELU (erf, tanh, sigmoid) cost the same and have no weights: one name here.
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
 _PLAIN = dict.fromkeys(GELU, "gelu") | {
-    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 _GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 

@@ -120,10 +120,18 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
     if model.window is not None and model.mixers is None:
         facts["window"] = "of all layers"
     wanted = {
-        "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
-        "window": "none", "variants": "none", "rotary share": 1.0, "head bias": False,
-        "experts": "none", "latent": "none", **_COMPUTED[kind],
-    }  # fmt: skip
+        "embedding_norm": False,
+        "qk_norm": "none",
+        "norms": "before",
+        "block": "sequential",
+        "window": "none",
+        "variants": "none",
+        "rotary share": 1.0,
+        "head bias": False,
+        "experts": "none",
+        "latent": "none",
+        **_COMPUTED[kind],
+    }
     wrong = (pair for pair in wanted.items() if not same(pair[0], facts.get(pair[0]), pair[1]))
     return [f"{fact} is {want}" for fact, want in wrong]
 
@@ -132,8 +140,9 @@ def expert_facts(model: ModelShape) -> dict[str, object]:
     """What a type must be able to say of experts and latent attention."""
     moe = model.moe
     facts: dict[str, object] = {
-        "experts": "yes" if moe else "none", "latent": "yes" if model.latent else "none",
-    }  # fmt: skip
+        "experts": "yes" if moe else "none",
+        "latent": "yes" if model.latent else "none",
+    }
     if moe is None:
         return facts
     return facts | {

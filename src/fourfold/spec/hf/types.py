@@ -127,7 +127,8 @@ def _is_on(config: Config, switch: Switch) -> bool:
 
 _TABLES = tables("hf_types.toml", "types")
 TYPES: dict[str, Callable[[Config], Fields]] = {
-    **{name: ModelType(**table) for name, table in _TABLES.items()}, "mpt": own.mpt,
-}  # fmt: skip
+    **{name: ModelType(**table) for name, table in _TABLES.items()},
+    "mpt": own.mpt,
+}
 WITH_EXPERTS = {name for name, table in _TABLES.items() if "experts" in table.get("reads", ())}
 UNKNOWN: dict[str, tuple[str, str]] = texts.data("hf_types.toml")["unknown"]
