@@ -42,13 +42,14 @@ class LayerParams:
 def layer_params(model: ModelShape, kind: LayerKind | None = None) -> LayerParams:
     """Count the parameters of one layer of this kind (None: of the last layer's)."""
     every = active = matmul = 0
-    for tensor in layer_tensors(model, kind or model.layer_runs[-1].kind):
-        # Experts are alike: of all of them a token meets as many as the first `top_k`.
-        is_met = tensor.expert is None or tensor.expert < model.top_k
-        every += tensor.count
-        active += is_met * tensor.count
+    for tensor in layer_tensors(model, kind or model.layer_runs[-1].kind, experts=1):
+        # Experts are alike, and a token meets `top_k` of them.
+        is_routed = tensor.expert is not None
+        met = tensor.count * (model.top_k if is_routed else 1)
+        every += tensor.count * (model.experts if is_routed else 1)
+        active += met
         is_router = tensor.name.startswith("mlp.router")
-        matmul += (is_met and len(tensor.shape) == 2 and not is_router) * tensor.count
+        matmul += met if len(tensor.shape) == 2 and not is_router else 0
     return LayerParams(every, active, matmul)
 
 

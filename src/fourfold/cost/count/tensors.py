@@ -33,8 +33,11 @@ class Param:
         return prod(self.shape)
 
 
-def layer_tensors(model: ModelShape, kind: LayerKind) -> Iterator[Param]:
-    """Parameters of one decoder layer of this kind; names are relative to the layer."""
+def layer_tensors(
+    model: ModelShape, kind: LayerKind, *, experts: int | None = None
+) -> Iterator[Param]:
+    """Parameters of one decoder layer of this kind; names are relative to the layer. `experts`:
+    those of the first so many routed experts alone."""
     yield from _norm(model, "attention_norm")
     yield from _latent(model, model.latent) if model.latent else _attention(model)
     if model.norms == "around":
@@ -42,7 +45,7 @@ def layer_tensors(model: ModelShape, kind: LayerKind) -> Iterator[Param]:
     if model.block != "parallel-one-norm":
         yield from _norm(model, "mlp_norm")
     if model.moe is not None and kind.feed_forward == "experts":
-        yield from _experts(model, model.moe)
+        yield from _experts(model, model.moe, model.experts if experts is None else experts)
     else:
         yield from _mlp(model, "mlp", model.ffn, "rows", "columns", bias=model.biased("mlp"))
     if model.norms == "around":
@@ -91,14 +94,14 @@ def _mlp(
     yield from _linear(f"{name}.down", model.hidden, ffn, columns, bias=bias)
 
 
-def _experts(model: ModelShape, moe: Moe) -> Iterator[Param]:
-    hidden, experts = model.hidden, model.experts
-    yield from _linear("mlp.router", experts, hidden, "whole", bias=moe.router_bias)
+def _experts(model: ModelShape, moe: Moe, listed: int) -> Iterator[Param]:
+    hidden = model.hidden
+    yield from _linear("mlp.router", model.experts, hidden, "whole", bias=moe.router_bias)
     if moe.choice_bias:
-        yield Param("mlp.router.choice_bias", (experts,))
+        yield Param("mlp.router.choice_bias", (model.experts,))
     made = _mlp(model, "", moe.ffn, "expert-rows", "expert-columns", bias=moe.expert_bias)
     alike = [*made]  # once: a layer has hundreds of experts
-    for expert in range(experts):
+    for expert in range(listed):
         name = f"mlp.experts.{expert}"
         yield from (Param(f"{name}{one.name}", one.shape, one.cut, expert) for one in alike)
     if moe.shared_ffn:
