@@ -79,6 +79,7 @@ class EngineRules:
     not_with_delayed: tuple[str, ...] = ()  # kinds of recompute, in fp8 with delayed scaling
     # Experts are cut over tp where ep is 1, and never where it is more.
     experts_follow_tp: bool = False
+    whole_biased_experts: bool = False  # biases of experts are not cut: etp is 1 with them
     predicts_further: bool = False  # trains layers that predict further tokens (mtp)
     whole_graphs: bool = True  # records the micro batches of a step as one CUDA graph
     # ... of one length, and with experts whose rows are never counted by the host.

@@ -78,12 +78,22 @@ def _moe_tp_words(c: RuleCase) -> Words:
 
 
 def _expert_tp(c: RuleCase) -> Truth:
+    if _has_whole_biases(c):
+        return c.etp > 1
     if c.model.moe is None or not c.stack.experts_follow_tp:
         return False
     return c.etp != 1 + (c.tp - 1) * (c.ep == 1)
 
 
+def _has_whole_biases(c: RuleCase) -> bool:
+    """Return whether experts have biases that the engine does not cut."""
+    return c.model.moe is not None and c.model.moe.expert_bias and c.stack.whole_biased_experts
+
+
 def _expert_tp_words(c: RuleCase) -> Words:
+    if _has_whole_biases(c):
+        rule = f"cuts experts with biases, which {c.stack.name} does not"
+        return "layout.etp", c.etp, rule, "use etp = 1, with more ep"
     cut = "experts are cut over tp where ep is 1, and whole where it is more"
     whole = f"ep above 1 with etp = 1, or etp = {c.tp}"
     return "layout.etp", c.etp, f"is not possible with {c.stack.name}: {cut}", f"use {whole}"
