@@ -44,6 +44,8 @@ _ATTENTION, _CONVOLUTION, _PRODUCT, _LOSS = map(
 _OPTIMIZER, _EMBEDDING, _ROUTING, _ORDINARY, _COLLECTIVE = map(
     pattern, ("optimizer", "embedding", "routing", "ordinary", "collective")
 )
+# Of operators that compute attention in one.
+ATTENDS = re.compile("attention|flash_attn", re.IGNORECASE)
 GROUPED, _COPIES, _MOVES = (
     frozenset(NAMES["names"][kind]) for kind in ("grouped", "copies", "moves")
 )

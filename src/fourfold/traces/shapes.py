@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,9 +9,8 @@ from typing import NamedTuple
 
 from fourfold.traces.events import PRODUCT_OPS
 from fourfold.traces.linked import Dims, Linked
-from fourfold.traces.parts import GROUPED, is_helper
+from fourfold.traces.parts import ATTENDS, GROUPED, is_helper
 
-_ATTENDS = re.compile("attention|flash_attn", re.IGNORECASE)
 # A vocabulary is wider by more than this factor, which an MLP may have, than what is before its
 # product.
 _LEAST_VOCAB = 4
@@ -56,7 +54,7 @@ class Shapes:
 
 @cache
 def _attends(op: str) -> bool:
-    return bool(_ATTENDS.search(op)) and "backward" not in op.lower()
+    return bool(ATTENDS.search(op)) and "backward" not in op.lower()
 
 
 def shapes_of(linked: Linked, inside: list[int]) -> Shapes:
