@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fourfold.result.machine import process_state
+import psutil
 
 
 def with_words(*words: str) -> dict[int, str]:
     """The command lines that have all of these, but of those that only wait to be reaped."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if all(word in line for word in words) and process_state(int(entry.name)) != "Z":
-                    found[int(entry.name)] = line
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if all(word in line for word in words):
+                found[process.pid] = line
     return found
 
 

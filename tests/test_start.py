@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.result.files.store import Store
+from fourfold.result.report import RunReport
+from tests.specs import run_spec
+
 SOURCE = Path(__file__).parent.parent / "src"
 COMMANDS = (
     ["--help"],
@@ -20,7 +24,9 @@ COMMANDS = (
     ["completion", "words", "pl"],
     ["completion", "bash"],
 )
-HEAVY = ("torch", "numpy", "rich", "plotly", "matplotlib")
+HEAVY = ("torch", "numpy", "rich", "plotly", "matplotlib", "filelock", "psutil")
+# Of the extra [run].
+RUN = ("torch", "filelock", "psutil")
 RATIO = 12
 
 
@@ -42,6 +48,29 @@ def test_heavy_modules_stay_out(words: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_planning_and_reading_need_numpy_alone(tmp_path: Path) -> None:
+    """Without torch, filelock and psutil: plan, predict, collect a log, and show a store."""
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({RUN!r});"
+        "from fourfold.cli import main;"
+        "sys.exit(any([main(words.split()) for words in sys.argv[1:]]))"
+    )
+    commands = [
+        "plan --model llama-3.1-8b --gpus 8 --gpu h100-80gb --seq-len 8192 --global-batch 64",
+        f"collect {SOURCE.parent}/tests/logs/printed/argonne.txt --out rows.csv",
+        "predict rows.csv",
+        "runs --runs store",
+        "report --runs store",
+    ]
+    store = Store(tmp_path / "store")
+    store.keep(RunReport(spec=run_spec("llama-tiny", "dp1", seq_len=32), outcome="ok"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *commands],
+        env=_environment(), cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def _cpu_s(*words: str) -> float:

@@ -107,6 +107,12 @@ def install(package: str) -> str:
     return f"run '{sys.executable} -m pip install {package}'"
 
 
+def lacks(package: str) -> UserError:
+    """What to say where a package of the extra [run] is missing: planning works without."""
+    rule = f"this command needs the package {package}, which is not installed"
+    return UserError(rule, hint=install("'fourfold[run]'"))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """'did you mean ...' for a misspelt or shortened name, else the list of names."""
     import difflib  # 10 ms, only paid on an error

@@ -14,10 +14,12 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
-from fourfold.errors import MachineError, UserError
+from fourfold.errors import MachineError, UserError, lacks
 
 if TYPE_CHECKING:  # 6 ms with what it imports, at every start
     from pathlib import Path
+
+    from filelock import BaseFileLock
 
 # A spec, table or config larger than this is a mistake (a checkpoint, a device), not an input.
 MAX_TEXT_BYTES = 512 * 2**20
@@ -328,6 +330,23 @@ def locked(path: str | Path, on_wait: Callable[[], None] = lambda: None) -> Iter
         with contextlib.suppress(OSError):
             os.unlink(lock)
         os.close(handle)
+
+
+def try_lock(path: str | Path, *, mode: int = 0o644) -> BaseFileLock | None:
+    """Return a lock on the file `path`, made where it is missing, None where another holds it; gone
+    with its holder. OSError where the file system has no locks. It is `filelock`'s, a package of
+    those who run; `locked`, which waits, serves tables too, for which numpy is enough."""
+    try:
+        from filelock import FileLock, Timeout
+    except ModuleNotFoundError:
+        raise lacks("filelock") from None
+    require_within(path, writes=True)
+    lock = FileLock(path, blocking=False, mode=mode, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
 
 
 def sync(path: Path) -> None:

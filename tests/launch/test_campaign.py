@@ -249,7 +249,7 @@ def test_a_run_that_two_commands_follow_is_kept_once(tmp_path, locks, monkeypatc
         def refuse(handle: int, how: int) -> None:
             raise OSError(errno.ENOLCK, "no locks")
 
-        monkeypatch.setattr("fourfold.launch.identity.fcntl.flock", refuse)
+        monkeypatch.setattr("fcntl.flock", refuse)
 
     def campaign(runner: Runner) -> Campaign:
         queue = Queue(store.root, cast(Slurm, slurm), work)

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.launch import identity
 from fourfold.launch.folder import end_processes_of, job_folder
-from fourfold.launch.identity import TOKEN_FILE, VARIABLE, new_mark
+from fourfold.launch.identity import TOKEN_FILE, VARIABLE, claim, new_mark
 from fourfold.result import machine
 
 SLEEP = "import time; time.sleep(600)"
@@ -61,22 +61,21 @@ def test_one_that_is_just_being_started_is_ended(tmp_path: Path, monkeypatch) ->
         STARTED.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
     for _ in range(30):
         one = sleeper(new_mark(tmp_path))
-        monkeypatch.setattr(identity, "_pids", lambda pid=one.pid: [pid])  # the first to be seen
+        monkeypatch.setattr(psutil, "pids", lambda pid=one.pid: [pid])  # the first to be seen
         assert end_processes_of(tmp_path) == 1
         assert one.wait(120) == -9
 
 
 def test_one_that_starts_between_two_looks_is_ended(tmp_path: Path, monkeypatch) -> None:
     """It shows no environment at the first look, and is no longer starting at the second."""
-    one, read, looks = sleeper(new_mark(tmp_path)), Path.read_bytes, []
+    one, environ, looks = sleeper(new_mark(tmp_path)), psutil.Process.environ, []
 
-    def read_bytes(path: Path) -> bytes:
-        if path == Path(f"/proc/{one.pid}/environ"):
-            looks.append(path)
-        return b"" if len(looks) == 1 and path in looks else read(path)
+    def environ_later(process: psutil.Process) -> dict[str, str]:
+        looks.append(process.pid)
+        return {} if len(looks) == 1 else environ(process)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    monkeypatch.setattr(identity, "_pids", lambda: [one.pid])
+    monkeypatch.setattr(psutil.Process, "environ", environ_later)
+    monkeypatch.setattr(psutil, "pids", lambda: [one.pid])
     assert end_processes_of(tmp_path) == 1
     assert one.wait(120) == -9
     assert len(looks) > 1
@@ -210,16 +209,34 @@ def test_what_is_not_the_job_s_stays(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_process_s_own_facts() -> None:
+def test_a_process_is_known_by_its_birth_while_it_lives() -> None:
     one = sleeper("")
-    assert machine.process_born(one.pid)
-    assert machine.process_state(one.pid) in "RSD"
+    born = machine.process_born(one.pid)
+    assert born
+    assert not machine.is_suspended(one.pid)
     os.kill(one.pid, 19)
     os.waitpid(one.pid, os.WUNTRACED)
-    assert machine.process_state(one.pid) == "T"
+    assert machine.is_suspended(one.pid)
+    assert machine.process_born(one.pid) == born
     one.kill()
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-    assert (machine.process_state(one.pid), machine.process_born(one.pid)) == ("Z", None)
+    assert (machine.is_suspended(one.pid), machine.process_born(one.pid)) == (False, None)
     one.wait()
-    assert (machine.process_state(one.pid), machine.process_born(one.pid)) == ("", None)
+    assert (machine.is_suspended(one.pid), machine.process_born(one.pid)) == (False, None)
     assert machine.process_born(2**30) is None
+
+
+def test_a_birth_outlasts_a_clock_that_is_set(monkeypatch) -> None:
+    """psutil counts it from the clock; both of its times move together when that is set."""
+    before, shift_s = machine.process_born(os.getpid()), 86_400.0
+    created, boot_time = psutil.Process.create_time, psutil.boot_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda own: created(own) + shift_s)
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + shift_s)
+    assert machine.process_born(os.getpid()) == before
+
+
+@pytest.mark.parametrize("package", ["filelock", "psutil"])
+def test_a_missing_package_of_those_who_run_is_named(tmp_path: Path, monkeypatch, package) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs the package {package}, .*fourfold\\[run\\]"):
+        claim(tmp_path) if package == "filelock" else machine.process_born(os.getpid())

@@ -10,19 +10,24 @@ moves with the folder when the run is kept. The lock is gone when its holder is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import re
 import secrets
 import shutil
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.slurm import logs_of
+from fourfold.result.machine import import_psutil
+
+if TYPE_CHECKING:  # of those who run
+    import psutil
+    from filelock import BaseFileLock
 
 TOKEN_FILE = "token"
 VARIABLE = "FOURFOLD_JOB"
@@ -48,11 +53,10 @@ def end_marked(folder: Path) -> int:
     token = _token(folder)
     if not token:
         return 0
-    word = f"{VARIABLE}={_mark(folder, token)}".encode()
-    ended: set[int] = set()
+    mark, ended, psutil = _mark(folder, token), set(), import_psutil()
     until = time.monotonic() + _END_S
     while time.monotonic() < until:
-        living = [pid for pid in _pids() if _end(pid, word)]
+        living = [pid for pid in psutil.pids() if pid != os.getpid() and _end(pid, mark)]
         if not living:
             break
         ended.update(living)
@@ -69,37 +73,26 @@ def _token(folder: Path) -> str:
     return text if _TOKEN.fullmatch(text) else ""
 
 
-def _end(pid: int, word: bytes) -> bool:
-    """Kill it if that word is in the environment it was started with."""
-    with contextlib.suppress(OSError):
-        if word in _environment(pid).split(b"\0"):
-            os.kill(pid, signal.SIGKILL)
+def _end(pid: int, mark: str) -> bool:
+    """Kill it if it was started with that mark in its environment."""
+    psutil = import_psutil()
+    with contextlib.suppress(psutil.Error):  # it is gone, or another user's
+        process = psutil.Process(pid)
+        if _environment(process).get(VARIABLE) == mark:
+            process.kill()
             return True
     return False
 
 
-def _environment(pid: int) -> bytes:
+def _environment(process: psutil.Process) -> dict[str, str]:
     """A process that is just being started shows none for a moment, longer on a loaded machine."""
-    until, file = time.monotonic() + _START_S, Path(f"/proc/{pid}/environ")
-    while not (found := file.read_bytes()) and time.monotonic() < until:
-        if not _is_starting(pid):
-            return file.read_bytes()  # it may have started between both looks
+    until = time.monotonic() + _START_S
+    while not (variables := process.environ()) and time.monotonic() < until:
+        # It has a program but no words yet; a thread of the kernel never has either.
+        if process.cmdline() or not process.exe():
+            return process.environ()  # it may have started between both looks
         time.sleep(0.005)
-    return found
-
-
-def _is_starting(pid: int) -> bool:
-    """Whether it has a program but no words yet; a thread of the kernel never has either."""
-    os.readlink(f"/proc/{pid}/exe")  # OSError where there is none
-    return not Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def _pids() -> list[int]:
-    """None without /proc: there only the pipe from the launcher ends its ranks."""
-    with contextlib.suppress(FileNotFoundError):
-        own = str(os.getpid())
-        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != own]
-    return []
+    return variables
 
 
 _LOCK = "follower.lock"
@@ -111,30 +104,33 @@ class Claim:
 
     place: Path
     number: int
-    handle: int
+    lock: BaseFileLock | None
 
     def release(self) -> None:
-        os.close(self.handle)
+        if self.lock is not None:
+            self.lock.release()
+
+
+# What a file system without locks answers: there the first to keep the run has it.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def claim(place: Path) -> Claim | None:
     """None where another command has it; FileNotFoundError where there is no such folder."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    handle = os.open(place / _LOCK, flags, 0o600)
+    number = os.stat(place).st_ino
+    lock = None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    except OSError:  # a file system without locks: the first to keep the run has it
-        pass
-    try:
-        if os.stat(place / _LOCK).st_ino == os.fstat(handle).st_ino:
-            return Claim(place, os.stat(place).st_ino, handle)
-    except FileNotFoundError:
-        os.close(handle)
-        raise
-    os.close(handle)  # kept, and begun again, between two lines of this
+        lock = files.try_lock(place / _LOCK, mode=0o600)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    else:
+        if lock is None:
+            return None
+    own = Claim(place, number, lock)
+    if number_of(place) == number:
+        return own
+    own.release()  # kept, and perhaps begun again, between two lines of this
     return None
 
 

@@ -4,13 +4,13 @@ whether others measure here meanwhile, which makes the seconds of both too high.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.job import Job
 from fourfold.result.machine import host_memory_bytes, lacks_instructions, listed_gpus
@@ -113,22 +113,15 @@ _LOCK = "fourfold-measures.lock"
 def measuring() -> Iterator[bool]:
     """Whether this process is the only one of the host that measures; of whichever user."""
     path = os.path.join(tempfile.gettempdir(), _LOCK)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle, is_alone = -1, True
-    try:
-        with contextlib.suppress(FileExistsError):  # another user's cannot be created again
-            os.close(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644))
-        handle = os.open(path, flags)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_alone = False
-    except OSError:  # no folder for temporary files, or one without locks: nobody can know
-        pass
-    try:
+    with contextlib.ExitStack() as stack:
+        is_alone = True
+        # OSError: no folder for temporary files, or one without locks, where nobody can know.
+        with contextlib.suppress(OSError):
+            lock = files.try_lock(path, mode=0o666)
+            is_alone = lock is not None
+            if lock is not None:
+                stack.callback(lock.release)
         yield is_alone
-    finally:
-        if handle >= 0:
-            os.close(handle)
 
 
 def warned_if_shared(run: Callable[..., T], warn: Callable[[str], None]) -> Callable[..., T]:

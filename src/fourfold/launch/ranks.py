@@ -92,7 +92,7 @@ class Ranks:
         if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
-        if machine.process_state(self.process.pid) == "T":
+        if machine.is_suspended(self.process.pid):
             self.scene.stopped[WORKER] = 0
         else:
             self.scene.stopped.pop(WORKER, None)
@@ -122,8 +122,8 @@ class Ranks:
     def end(self) -> None:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
         try:
-            # A stopped worker hears nothing.
-            if self._worker_exit() is None and machine.process_state(self.process.pid) != "T":
+            # A stopped process does not handle signals.
+            if self._worker_exit() is None and not machine.is_suspended(self.process.pid):
                 os.kill(self.process.pid, END_SIGNAL)
                 until = time.monotonic() + _END_S
                 while time.monotonic() < until and self._worker_exit() is None:

@@ -11,8 +11,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
+from fourfold.errors import lacks
 from fourfold.result.report import DeviceSample
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -160,38 +162,32 @@ def parse_sample(line: str, at_s: float) -> DeviceSample | None:
     )
 
 
-_HAS_PROC = os.path.isdir("/proc/self")
-
-
-def process_state(pid: int) -> str:
-    """One letter as `ps` has it (R, S, D; T stopped, t under a debugger, Z ended), '' for none."""
-    if _HAS_PROC:
-        fields = _stat(pid)
-        return fields[0] if fields else ""
-    return _ps(pid, "state=")[:1]
-
-
 def process_born(pid: int) -> str | None:
-    """When a living process was started, as the system counts; None when it lives no more."""
-    if _HAS_PROC:
-        fields = _stat(pid)
-        return None if not fields or fields[0] in ("Z", "X") else fields[19]
-    return "-".join(_ps(pid, "lstart=").replace(":", "-").split()) or None
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields after the command's name, which may hold spaces and parentheses."""
+    """Return the seconds from the machine's start to that of a living process, which setting the
+    clock does not change; None when it lives no more."""
+    psutil = import_psutil()
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except (OSError, ValueError):
-        return []
-    return fields if len(fields) > 19 else []
+        process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
+        return f"{process.create_time() - psutil.boot_time():.2f}"
+    except psutil.NoSuchProcess:
+        return None
 
 
-def _ps(pid: int, column: str) -> str:
-    command = ["ps", "-o", column, "-p", str(pid)]
+def is_suspended(pid: int) -> bool:
+    """Whether a process is stopped by a signal; one under a debugger is not."""
+    psutil = import_psutil()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def import_psutil() -> ModuleType:
+    """A package of those who run: to plan, and to read stored runs, numpy is enough."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        raise lacks("psutil") from None
+    return psutil

@@ -7,6 +7,7 @@ cache's own sum is right. `.work/HOST-PID-TOKEN` holds `owner.json`; both name t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -201,7 +202,8 @@ def _sign(place: Path) -> None:
     owner = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "born": process_born(os.getpid()),
+        # To keep what another program measured, numpy is enough: the number alone tells then.
+        "born": process_born(os.getpid()) if importlib.util.find_spec("psutil") else None,
     }
     files.write_bytes(place / OWNER_FILE, seal(json.dumps(owner)), own=True)
 

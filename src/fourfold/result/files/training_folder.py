@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ _FREE_SETTINGS = (
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
 _FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
 _FOLDERS = ("checkpoints", "job", "tensorboard", "traces", "wandb", ".before-fresh")
-_MAX_DESCRIPTION_BYTES = 2**24
+_MAX_DESCRIPTION_BYTES, _MAX_HOLDER_BYTES = 2**24, 2**10
 
 
 class TrainingFolder:
@@ -57,40 +56,27 @@ class TrainingFolder:
     def locked(self) -> Iterator[None]:
         """Held until the process ends, however it ends: a lock on the file itself, so that another
         way to the same folder meets it too."""
-        import fcntl
-
         self.must_be_plain()
-        handle = self._lock_file()
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(handle, 200).decode(errors="replace").strip()
-            os.close(handle)
-            rule = f"is in use by another training run ({holder})"
-            raise self._refused(rule, "wait for it, or choose another folder") from None
-        try:
-            if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
-                os.truncate(handle, 0)
-                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            yield
-        finally:
-            os.close(handle)
-
-    def _refused(self, rule: str, hint: str) -> UserError:
-        return UserError(rule, field="out", value=str(self.root), hint=hint)
-
-    def _lock_file(self) -> int:
+        path = self.root / "lock"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            handle = os.open(self.root / "lock", flags, 0o644)
+            lock = files.try_lock(path)
         except OSError as error:
             rule = f"cannot be used ({error.strerror})"
             raise self._refused(rule, "choose a writable folder") from None
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            stored.must_be(self.root / "lock", "file")
-        return handle
+        if lock is None:
+            holder = stored.read_bytes(path, _MAX_HOLDER_BYTES).decode(errors="replace").strip()
+            rule = f"is in use by another training run ({holder})"
+            raise self._refused(rule, "wait for it, or choose another folder")
+        try:
+            if path.stat().st_nlink == 1:  # else it may be another file's content
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            yield
+        finally:
+            lock.release()
+
+    def _refused(self, rule: str, hint: str) -> UserError:
+        return UserError(rule, field="out", value=str(self.root), hint=hint)
 
     def must_be_plain(self) -> None:
         """Refuse links and other things where files and folders of a training belong: what is
