@@ -19,7 +19,7 @@ import numpy as np
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack, to_json
 from fourfold.cost.fit.fit import fit_entries
-from fourfold.cost.fit.folds import sample
+from fourfold.cost.fit.folds import keys_of, sample
 from fourfold.cost.fit.validate import only
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import read_table
@@ -79,11 +79,9 @@ def written_rows(folder: Path, out: Path) -> None:
 
 def without(entries: tuple[FittedStack, ...], tables: list[Rows], source: str) -> Calibration:
     gone = {
-        f"{stack}|{cluster}"
+        key
         for rows in tables
-        for stack, cluster, name in zip(
-            rows.stack.tolist(), rows.cluster.tolist(), rows.table.column("source"), strict=True
-        )
+        for key, name in zip(keys_of(rows).tolist(), rows.table.column("source"), strict=True)
         if name == source
     }
     kept = tuple(entry for entry in entries if entry.key not in gone)
@@ -155,7 +153,7 @@ def chosen(rows: Rows, i: int, calibration: str) -> PlanRow | None:
                 global_batch=int(c.batch[i]),
                 gpus=int(c.gpus[i]),
                 cluster=cluster_of(rows, i),
-                stack=engine_of(str(rows.stack[i])).rules.name,
+                stack=engine_of(rows.measured_as[i]).rules.name,
                 policy=policy,
                 calibration=calibration,
                 top=1,

@@ -121,7 +121,7 @@ def test_a_wrong_calibration_file_says_so(text: str) -> None:
 
 def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     known = shipped()
-    entry, why = known.entry("nobody-2024", "nowhere", "h")
+    entry, why = known.entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
     assert "no measured runs" in why
     own = [e for e in known.entries if e.rows_time >= 40]
     c = table("mpt").columns
@@ -186,7 +186,7 @@ def test_labels_and_order_never_reach_a_prediction(tmp_path: Path) -> None:
 
 def test_suggestions_see_configurations_only() -> None:
     rows = table("bloom")
-    entry, _ = shipped().entry("new-2022", "jean-zay", "a")
+    entry, _ = shipped().entry(MeasuredAs.of("new-2022"), "jean-zay", "a")
     picks = suggest(rows.columns, entry, 10)
     assert len(set(picks)) == 10
     c = rows.columns.take(np.array(picks))

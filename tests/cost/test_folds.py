@@ -60,15 +60,13 @@ def test_abroad_neither_engine_nor_cluster_was_seen() -> None:
     entries = fit_entries(sample(tables), rounds=1)
     for scored, gone in left_out(tables, "abroad"):
         engines = {
-            MeasuredAs.of(s).engine
-            for r, at in zip(tables, scored, strict=True)
-            for s in r.stack[at]
+            runs.engine for r, at in zip(tables, scored, strict=True) for runs in r.measured_as[at]
         }
         clusters = {c for r, at in zip(tables, scored, strict=True) for c in r.cluster[at]}
         for rows, out in zip(tables, gone, strict=True):
             kept = rows.usable & ~out
             assert not clusters & set(rows.cluster[kept])
-            assert not engines & {MeasuredAs.of(stack).engine for stack in rows.stack[kept]}
+            assert not engines & {runs.engine for runs in rows.measured_as[kept]}
     for rows, (answers, asked) in zip(tables, left_out_of(tables, entries, "abroad"), strict=True):
         half = np.log(answers.high_s / answers.low_s)[asked] / 2.0
         assert np.array_equal(asked, rows.usable)
@@ -91,8 +89,8 @@ def test_left_out_rows_teach_nothing() -> None:
 
 def test_an_engine_measured_elsewhere_is_known_better_than_none() -> None:
     known = shipped()
-    assert known.entry("megatron-lm-2024", "nowhere", "h")[0].noise == ELSEWHERE
-    assert known.entry("nobody-2024", "nowhere", "h")[0].noise == NOWHERE > ELSEWHERE
+    assert known.entry(MeasuredAs.of("megatron-lm-2024"), "nowhere", "h")[0].noise == ELSEWHERE
+    assert known.entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0].noise == NOWHERE > ELSEWHERE
 
 
 def test_score_folds_tells_kinds_and_sources(tmp_path, cli, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import parse
 from fourfold.result.profile import AttentionPoint
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import PRICED_ATTENTION
 from fourfold.verbs.machine import known_cluster
@@ -197,7 +198,7 @@ def test_our_engine_on_one_h200_is_predicted_at_every_length() -> None:
     """Runs that nothing was fitted on, of 2,048 to 131,072 tokens."""
     cluster = known_cluster(str(H200 / "one-h200.toml"))
     rows = report_rows(str(H200 / "table"), cluster, lambda _: None)
-    entry = gpu_entry("fourfold", "h200")
+    entry = gpu_entry(MeasuredAs("fourfold"), "h200")
     error = estimate(rows.columns, entry.coefficients).step_s / rows.step_s - 1.0
     assert np.median(np.abs(error)) < 0.02
     assert np.max(np.abs(error)) < 0.08

@@ -32,7 +32,7 @@ from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import read_reports
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import Layout
@@ -52,7 +52,9 @@ def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Column
 
 
 def activations(c: Columns, stack: str) -> float:
-    entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
+    entry = resolve(
+        MeasuredAs.of(stack), usual_cluster(catalog.device("h100-80gb"), 256), SHIPPED
+    ).entry
     return float(memory(c, entry.coefficients).parts["activations"][0])
 
 
@@ -75,12 +77,14 @@ def test_fp8_keeps_what_the_engine_keeps() -> None:
 
 def test_torchtitans_published_70b_run() -> None:
     """829 tokens/s/GPU (19.76 s) and 71.9 GiB on 256 H100 with 96 GB, by rows of other engines."""
-    others = tuple(e for e in SHIPPED.entries if MeasuredAs.of(e.stack).engine != "torchtitan")
+    others = tuple(e for e in SHIPPED.entries if e.measured_as.engine != "torchtitan")
     assert len(others) < len(SHIPPED.entries)
     policy = {"precision": "fp8", "recompute": "full", "sharding": "zero3", "compile": True}
     c = seen("torchtitan-2024", "h100-96gb", micro=16, **policy)
     machine = usual_cluster(catalog.device("h100-96gb"), 256)
-    entry, _ = entry_for(replace(SHIPPED, entries=others), "torchtitan-2024", machine)
+    entry = resolve(
+        MeasuredAs.of("torchtitan-2024"), machine, replace(SHIPPED, entries=others)
+    ).entry
     assert float(estimate(c, entry.coefficients).step_s[0]) == pytest.approx(19.764, rel=0.10)
     peak = float(memory(c, entry.coefficients).worst_bytes[0]) / 2**30
     assert peak == pytest.approx(71.9, rel=0.15)
@@ -124,7 +128,8 @@ def test_plain_calls_keep_the_activated_gate() -> None:
 def test_an_unknown_engine_gathers_again_what_it_gathered() -> None:
     """As Megatron and torch do: kept, it would be a tenth of a layer's bytes under tp 8."""
     machine = usual_cluster(catalog.device("h100-80gb"), 256)
-    entry, why = entry_for(SHIPPED, "generic", machine)
+    engine = resolve("generic", machine, SHIPPED)
+    entry, why = engine.entry, engine.no_rows
     assert why
     assert entry.coefficients["gathered"] == LEAN["gathered"]
 
@@ -132,7 +137,7 @@ def test_an_unknown_engine_gathers_again_what_it_gathered() -> None:
 def test_a_chance_to_fit_is_sure_only_beyond_the_interval() -> None:
     stack = "megatron-bridge-2026"
     c = seen(stack)
-    entry, _ = entry_for(SHIPPED, stack, catalog.cluster("nvidia-h100"))
+    entry = resolve(MeasuredAs.of(stack), catalog.cluster("nvidia-h100"), SHIPPED).entry
     low, high = memory_bounds(c, entry)
     limit = limit_bytes(replace(c, capacity=np.ones(1)), entry.coefficients)
     lean = lean_coefficients(entry)
@@ -149,7 +154,7 @@ def test_a_chance_to_fit_is_sure_only_beyond_the_interval() -> None:
 
 
 def test_rows_narrow_what_a_lean_engine_may_need() -> None:
-    entry, _ = entry_for(SHIPPED, "nanotron-2025", catalog.cluster("hf-h100"))
+    entry = resolve(MeasuredAs.of("nanotron-2025"), catalog.cluster("hf-h100"), SHIPPED).entry
     assert entry.informed["act"] > 0.9
     taught, lean = lean_coefficients(entry), lean_coefficients(replace(entry, informed={}))
     assert lean["act"] < taught["act"] <= entry.coefficients["act"]
@@ -180,7 +185,9 @@ def test_torchtitan_is_counted_as_it_ran() -> None:
     """torchtitan 0.2.2 on one H200, without FSDP, layers and loss compiled."""
     reports = read_reports(str(H200 / "torchtitan"))
     assert len(reports) == 3
-    entry, _ = entry_for(SHIPPED, "torchtitan", catalog.cluster(str(H200 / "one-h200.toml")))
+    entry = resolve(
+        MeasuredAs.of("torchtitan"), catalog.cluster(str(H200 / "one-h200.toml")), SHIPPED
+    ).entry
     for report in reports:
         cluster = catalog.cluster(str(H200 / "one-h200.toml"))
         c = columns_of([report.spec], cluster=cluster, stack="torchtitan")

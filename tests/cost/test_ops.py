@@ -21,8 +21,9 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import once_ops
 from fourfold.result.one_rank import OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import catalog, codec
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.run import RunSpec
 from fourfold.units import whole_units
 
@@ -44,7 +45,9 @@ def run(**fields) -> RunSpec:
 
 def columns(spec: RunSpec, stack: str = "megatron-lm-2025"):
     cluster = usual_cluster(catalog.device("h100-80gb"), spec.gpus)
-    return columns_of([spec], cluster=cluster, stack=stack), entry_for(shipped(), stack, cluster)[0]
+    return columns_of([spec], cluster=cluster, stack=stack), resolve(
+        MeasuredAs.of(stack), cluster, shipped()
+    ).entry
 
 
 @pytest.mark.parametrize("stack", ["megatron-lm-2025", "fourfold"])

@@ -20,7 +20,7 @@ from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict
 from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import entry_for, listed, match_stack
+from fourfold.search.resolve import listed, match_engine, resolve
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.run import RunSpec
@@ -62,16 +62,17 @@ def test_stored_runs_are_predicted_within_five_percent():
 
 
 def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
-    own = gpu_entry("fourfold", "h200")
-    entry, why = entry_for(shipped(), "fourfold", H200)
-    assert (entry, why) == (own, "")
-    many, why = entry_for(shipped(), "fourfold", usual_cluster(catalog.device("h200"), 64))
-    assert "other stacks and clusters" in why
+    own = gpu_entry(MeasuredAs("fourfold"), "h200")
+    engine = resolve("fourfold", H200, shipped())
+    assert (engine.entry, engine.no_rows) == (own, "")
+    larger = resolve("fourfold", usual_cluster(catalog.device("h200"), 64), shipped())
+    many = larger.entry
+    assert "other stacks and clusters" in larger.no_rows
     assert all(many.coefficients[name] == own.coefficients[name] for name in own.free_time)
     assert many.coefficients["net"] != own.coefficients["net"] or many.cluster != own.cluster
-    other, _ = entry_for(shipped(), "megatron-lm-2025", H200)
+    other = resolve("megatron-lm-2025", H200, shipped()).entry
     assert other.coefficients["flash"] != own.coefficients["flash"]
-    assert gpu_entry("fourfold", "a100-80gb") is None
+    assert gpu_entry(MeasuredAs("fourfold"), "a100-80gb") is None
 
 
 def moved(ops, phase: str, *kinds: str) -> float:
@@ -104,7 +105,9 @@ def test_a_biased_model_reads_its_gradients_once_more():
 
 def test_compiled_layers_keep_less_and_fp8_ones_least():
     specs = [run(compile=False), run(), run(compute_dtype="fp8")]
-    peaks = memory(columns(*specs), gpu_entry("fourfold", "h200").coefficients).worst_bytes
+    peaks = memory(
+        columns(*specs), gpu_entry(MeasuredAs("fourfold"), "h200").coefficients
+    ).worst_bytes
     ffn, hidden = 2 * 8192 * 14336 * 32, 2 * 8192 * 4096 * 32
     assert peaks[0] - peaks[1] > 0.9 * ffn  # the gate's own activation, and logits in fp32
     assert peaks[1] - peaks[2] == pytest.approx(ffn + 2 * hidden, rel=0.1)
@@ -115,7 +118,7 @@ def test_a_lean_loss_pays_only_where_it_is_compiled():
     eager = [run("mpt-125m", micro=8, batch=32, compile=False, loss=x) for x in ("torch", "lean")]
     compiled = [run("mpt-125m", micro=8, batch=32, loss=x) for x in ("torch", "lean")]
     seconds = estimate(
-        columns(*eager, *compiled), gpu_entry("fourfold", "h200").coefficients
+        columns(*eager, *compiled), gpu_entry(MeasuredAs("fourfold"), "h200").coefficients
     ).step_s
     assert seconds[1] > 1.2 * seconds[0]
     assert seconds[3] <= seconds[2]
@@ -123,7 +126,7 @@ def test_a_lean_loss_pays_only_where_it_is_compiled():
 
 def test_fp8_by_its_compute_format_is_priced():
     both = columns(run(precision="bf16-pure"), run(precision="bf16-pure", compute_dtype="fp8"))
-    seconds = estimate(both, gpu_entry("fourfold", "h200").coefficients).step_s
+    seconds = estimate(both, gpu_entry(MeasuredAs("fourfold"), "h200").coefficients).step_s
     assert 0.7 < seconds[1] / seconds[0] < 0.9
 
 
@@ -150,8 +153,9 @@ def test_a_fit_keeps_runs_with_experts_apart_and_a_plan_finds_them(tmp_path: Pat
     out.write_text(fit(request).json())
     known = load(str(out))
     for experts, rows in ((False, 10), (True, 19)):
-        entry, why = entry_for(known, "fourfold", H200, experts=experts)
-        assert (entry.rows_time, why) == (rows, "")
+        engine = resolve("fourfold", H200, known, experts=experts)
+        entry = engine.entry
+        assert (entry.rows_time, engine.no_rows) == (rows, "")
         assert ("moe_host_s" in entry.free_time) == experts
     routed = replace(known, entries=known.routed)
     assert {row["stack"]: row["with_experts"] for row in listed(routed, None)}["fourfold"] == {
@@ -159,5 +163,5 @@ def test_a_fit_keeps_runs_with_experts_apart_and_a_plan_finds_them(tmp_path: Pat
     }
     other = replace(routed.entries[0], measured_as=MeasuredAs("megatron-lm-dev", experts=True))
     routed = replace(routed, entries=(other,))
-    assert match_stack("megatron", H200, routed, experts=True) == "megatron-lm-dev"
-    assert match_stack("megatron", H200, routed) == "megatron"  # no rates of a dense run
+    assert match_engine("megatron", H200, routed, experts=True).stack == "megatron-lm-dev"
+    assert match_engine("megatron", H200, routed).stack == "megatron"  # no rates of a dense run

@@ -26,7 +26,7 @@ from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import match_stack
+from fourfold.search.resolve import match_engine
 from fourfold.search.routed import beyond
 from fourfold.show.plan import page
 from fourfold.spec import catalog
@@ -152,7 +152,7 @@ def test_a_row_says_where_its_experts_lie(tmp_path: Path) -> None:
     rows = parsed(tmp_path, ROW, ROW | {"ep": "48"})
     assert rows.usable.tolist() == [True, False]
     assert "ep x etp does not divide" in rows.reasons[1]
-    assert (rows.stack[0], rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
+    assert (str(rows.measured_as[0]), rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
     c = rows.columns
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
     total = float((c.layers * sum(kind.count(c) for kind in KINDS.values()))[0]) + 2 * 129280 * 7168
@@ -251,8 +251,8 @@ def test_layers_that_predict_further_tokens_are_priced_where_they_run() -> None:
 
 def test_a_short_name_stands_for_an_engine_measured_with_experts() -> None:
     known, cluster = shipped(), usual_cluster(catalog.device("h800-80gb"), 64)
-    dense = match_stack("megatron", cluster, known)
-    routed = match_stack("megatron", cluster, known, experts=True)
+    dense = match_engine("megatron", cluster, known).stack
+    routed = match_engine("megatron", cluster, known, experts=True).stack
     measured = {entry.stack for entry in known.routed if entry.rows_time}
     assert (
         str(MeasuredAs.of(dense).with_experts()) not in measured

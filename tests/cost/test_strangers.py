@@ -30,6 +30,7 @@ from fourfold.cost.table.reference import NoteWords, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -169,7 +170,7 @@ def test_gh200_boards_have_four() -> None:
 
 def test_an_interval_grows_with_what_is_open_and_far() -> None:
     c = run(seq=2**22)  # beyond anything measured
-    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    entry, _ = shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
     times = estimate(c, entry.coefficients)
 
     def width(**changes: object) -> float:
@@ -188,7 +189,7 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
 
 def test_a_width_counts_within_measured_ranges_and_by_half_a_doubling_further() -> None:
     c = run(seq=8192)
-    entry = replace(shipped().entry("nobody-2024", "nowhere", "h")[0], ranges={})
+    entry = replace(shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0], ranges={})
     times = estimate(c, entry.coefficients)
 
     def half(width: float, least_seq: float) -> float:
@@ -205,7 +206,9 @@ def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:
     """Against the step with the coefficient moved; one that a run does not use adds nothing."""
     c = run(2, tp=[1, 8], dp=[64, 8], gpus=64, pp=1, vpp=1)
     every = dict.fromkeys(TIME, 1.0)
-    entry = replace(shipped().entry("nobody-2024", "nowhere", "h")[0], ranges={}, noise=1e-6)
+    entry = replace(
+        shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0], ranges={}, noise=1e-6
+    )
     times = estimate(c, entry.coefficients)
     half = StepInterval(c, replace(entry, informed=every | {"nvlink": 0.75}), times).half
     sd = 0.5 * BY_NAME["nvlink"].spread  # a quarter of the variance is left
@@ -217,7 +220,7 @@ def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:
 
 def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
     c = run(2, hidden=[512, 16384], heads=[8, 128], ffn=[2048, 53248], seq=[2048, 8192])
-    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    entry, _ = shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
     entry = replace(entry, ranges={})
     times = estimate(c, entry.coefficients)
     half = StepInterval(c, entry, times).half
@@ -232,7 +235,7 @@ def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
 
 def test_an_unstated_network_is_in_the_interval_until_it_is_stated() -> None:
     c = run(2, gpus=[8, 512], tp=8, pp=1, vpp=1, dp=[1, 64], net_open=1, net=200e9)
-    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    entry, _ = shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
     times = estimate(c, entry.coefficients)
     low, high = StepInterval(c, entry, times).ends_s
     known = replace(c, net_open=np.zeros(2))

@@ -29,7 +29,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery, usual_cluster, with_gradient_dtypes
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.resolve import match_stack
+from fourfold.search.resolve import match_engine
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
@@ -602,7 +602,7 @@ def filled_row(rng: random.Random) -> FilledRow | None:
     if why_not(model, layout, batch, policy, target):
         return None
     place = catalog.cluster(cluster, run.gpus)
-    habits = engine_of(match_stack(stack, place, SHIPPED, experts=has_experts)).habits
+    habits = engine_of(match_engine(stack, place, SHIPPED, experts=has_experts)).habits
     hides_tp = habits.overlap_tp and policy.sequence_parallel
     overlap = ["grad-reduce param-gather"] * policy.overlap_grad_reduce + ["tp"] * hides_tp
     graphs = _SOME_GRAPHS if has_experts and habits.graphs_experts else "none"

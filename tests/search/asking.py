@@ -7,9 +7,10 @@ from dataclasses import replace
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.search.query import PlanQuery, usual_cluster, usual_policy
-from fourfold.search.resolve import entry_for, evidence_for
+from fourfold.search.resolve import evidence_for, resolve
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.policy import Policy
 
 SHIPPED = calibrations.shipped()
@@ -25,7 +26,7 @@ def ask(
 ) -> PlanQuery:
     cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
     shape = catalog.model(model)
-    entry, why = entry_for(known, stack, cluster, experts=shape.moe is not None)
+    engine = resolve(MeasuredAs.of(stack), cluster, known, experts=shape.moe is not None)
     base = PlanQuery(
         model=shape,
         cluster=cluster,
@@ -33,10 +34,10 @@ def ask(
         batch=Batch(seq_len=4096, global_batch=48),
         policy=usual_policy(stack, Policy(), set()),
         stack=stack,
-        entry=entry,
+        entry=engine.entry,
         calibration="shipped",
-        no_rows=why,
-        evidence=evidence_for(known, entry),
+        no_rows=engine.no_rows,
+        evidence=evidence_for(known, engine.entry),
         fixed={},
     )
     return replace(base, **changed)

@@ -12,6 +12,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.search import advise
 from fourfold.search.compare import TOLERANCE, shapes_near
 from fourfold.spec import catalog
+from fourfold.spec.engine import MeasuredAs
 
 SHAPE = advise.LayerShape(
     hidden=14336, heads=112, kv_heads=112, ffn=57344, vocab=250880, gated=False, seq_len=2048,
@@ -20,7 +21,7 @@ SHAPE = advise.LayerShape(
 
 
 def kernels(gpu: str = "a100-80gb", attention: str = "flash") -> advise.Kernels:
-    entry, _ = calibrations.shipped().entry("fourfold", "", "a")
+    entry, _ = calibrations.shipped().entry(MeasuredAs.of("fourfold"), "", "a")
     return advise.Kernels(catalog.device(gpu), "bf16-mixed", entry.coefficients, attention)
 
 

@@ -31,7 +31,7 @@ from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import PlanQuery, usual_cluster
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.resolve import default_stack, match_stack
+from fourfold.search.resolve import default_engine, match_engine
 from fourfold.search.rules.case import divisors
 from fourfold.search.training import whole_training
 from fourfold.show.plan import page
@@ -201,7 +201,7 @@ def test_recompute_of_some_layers_is_priced_between_none_and_full(part: str) -> 
 
 def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
     cluster, batch = catalog.cluster("jean-zay"), Batch(seq_len=2048, global_batch=2048)
-    stack = default_stack(cluster, SHIPPED)
+    stack = default_engine(cluster, SHIPPED).stack
     one = ask("gpt-3-175b", 384, stack, cluster=cluster, batch=batch)
     shy, bold = rank_layouts(one), rank_layouts(replace(one, explore=True))
     assert {shy.choice(i).policy.recompute for i in range(len(shy))} == {"full"}
@@ -453,15 +453,15 @@ def test_explain_names_broken_rules_and_legal_neighbours() -> None:
 
 def test_stack_names_find_their_measured_kin() -> None:
     h100 = catalog.cluster("nvidia-h100")
-    assert match_stack("nemo", h100, SHIPPED) == "nemo-2025"
-    assert match_stack("nemo-2024", h100, SHIPPED) == "nemo-2024"
+    assert match_engine("nemo", h100, SHIPPED).stack == "nemo-2025"
+    assert match_engine("nemo-2024", h100, SHIPPED).stack == "nemo-2024"
     # A newer one of which no step was measured says nothing.
-    assert match_stack("megatron-deepspeed", None, SHIPPED) == "megatron-deepspeed-2022"
+    assert match_engine("megatron-deepspeed", None, SHIPPED).stack == "megatron-deepspeed-2022"
     with pytest.raises(UserError, match="unknown stack"):
-        match_stack("mine", h100, SHIPPED)
+        match_engine("mine", h100, SHIPPED)
     with pytest.raises(UserError, match="without --stack"):
-        match_stack("megatron-0.16", h100, SHIPPED)
-    assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "generic"
+        match_engine("megatron-0.16", h100, SHIPPED)
+    assert default_engine(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED).stack == "generic"
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from fourfold.escape import shell_line, toml_text
 from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, Ramp, RunSpec, catalog, codec
 from fourfold.spec.sweep import leaves
 from fourfold.spec.words import OURS
@@ -223,7 +223,7 @@ def draw_runs(
     drawn = [_UNKNOWN] * len(specs)
     for (gpus, device, experts), places in groups.items():
         machine = named_cluster(device, gpus) or local_guess(gpus)
-        entry, _ = entry_for(calibrations.shipped(), OURS, machine, experts=experts)
+        entry = resolve(OURS, machine, calibrations.shipped(), experts=experts).entry
         known = [place for place in places if _has_peak(specs[place], machine)]
         if not known:
             continue

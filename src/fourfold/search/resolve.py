@@ -14,7 +14,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import ENGINES, EXPORTS, MeasuredAs, engine_of, spelt
+from fourfold.spec.engine import ENGINES, EXPORTS, GENERIC, MeasuredAs, engine_of, spelt
 from fourfold.spec.words import SHARDING, SHARDINGS
 
 ALIKE = 1.1  # rates of links within 10%
@@ -25,67 +25,92 @@ _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """An engine on a machine, by its full name, and the coefficients that price it there."""
+    """An engine on a machine, and the coefficients that price it there."""
 
-    stack: str
+    measured_as: MeasuredAs
     cluster: Cluster
     calibration: str
     entry: FittedStack
     no_rows: str  # why the coefficients are not measured here; "" where they are
     like: str  # the measured cluster that this one is priced as; "" where it has runs of its own
 
+    @property
+    def stack(self) -> str:
+        """The engine's full name."""
+        return self.measured_as.stack
+
 
 def resolve(
-    stack: str, cluster: Cluster, calibration: Calibration, *, experts: bool = False
+    stack: str | MeasuredAs,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    experts: bool = False,
 ) -> Resolved:
-    """Return the engine that a name stands for on a cluster, with its coefficients; those of models
-    with `experts`, or of others. Raises UserError for a name that stands for no engine."""
-    name = match_stack(stack, cluster, calibration, experts=experts)
-    return _priced(name, cluster, calibration, experts=experts)
+    """Return an engine with its coefficients on a cluster: one by value, or the one that a name
+    stands for there; of models with `experts`, or of others. Raises UserError for a name that
+    stands for no engine."""
+    if not isinstance(stack, MeasuredAs):
+        stack = match_engine(stack, cluster, calibration, experts=experts)
+    return _priced(stack, cluster, calibration, experts=experts)
 
 
-def default_stack(cluster: Cluster, calibration: Calibration) -> str:
-    """Return the engine with most measured runs on the cluster, else `generic`."""
+def default_engine(cluster: Cluster, calibration: Calibration) -> MeasuredAs:
+    """Return the engine with most measured runs on the cluster, else no engine in particular."""
     local = [entry for entry in calibration.dense if entry.cluster == cluster.name]
     if not local:
-        return "generic"
-    return max(local, key=lambda entry: (entry.rows_time, entry.stack)).stack
+        return MeasuredAs(GENERIC)
+    return max(local, key=lambda entry: (entry.rows_time, entry.stack)).measured_as
 
 
-def match_stack(
-    stack: str, cluster: Cluster | None, calibration: Calibration, *, experts: bool = False
-) -> str:
-    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+def match_engine(
+    stack: str,
+    cluster: Cluster | None,
+    calibration: Calibration,
+    *,
+    experts: bool = False,
+) -> MeasuredAs:
+    """'megatron' -> the measured engine that says most about it: on this cluster, else on this
     generation of GPU, the newest; for a model with `experts` one that was measured with some. A
     full name stays as it is; a name nobody knows is refused."""
-    stack = require_known(stack, calibration)
-    if stack in calibration.by_stack:
-        return stack
-    dated = f"{stack}-"
-    named = [e for e in calibration.dense if e.rows_time and e.stack.startswith(dated)]
-    if experts:
-        routed = [entry for entry in calibration.routed if entry.rows_time]
-        engines = {entry.measured_as.engine for entry in routed}
-        named = [entry for entry in named if entry.measured_as.engine in engines] or named
-        named = named or [entry for entry in routed if entry.stack.startswith(dated)]
+    name = require_known(stack, calibration)
+    asked = calibration.engines.get(name) or MeasuredAs.of(name)
+    if asked in calibration.by_engine:
+        return asked
+    named = _measured_of(name, calibration, experts=experts)
     if not named:
-        return stack
+        return asked
     generation = generation_of(cluster.device) if cluster else ""
-    names = {entry.stack for entry in named}
-    years = {name: MeasuredAs.of(name).year or 0 for name in names}
-    places = _places(cluster, MeasuredAs.of(named[0].stack)) if cluster else {"": ""}
+    releases = dict.fromkeys(entry.measured_as for entry in named)
+    places = _places(cluster, named[0].measured_as) if cluster else {"": ""}
+    first = next(iter(places))
     local = {
-        (name, at)
-        for name in names
-        for at in (next(iter(places)), _most_measured(calibration.by_stack[name], places))
+        (runs, place)
+        for runs in releases
+        for place in (first, _most_measured(calibration.by_engine[runs], places))
     }
+    years = {runs: runs.year or 0 for runs in releases}
 
     def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
-        is_local = (entry.stack, entry.cluster) in local
+        is_local = (entry.measured_as, entry.cluster) in local
         is_alike = entry.generation == generation
-        return is_local, is_alike, 0 if is_local else years[entry.stack], entry.rows_time
+        return is_local, is_alike, 0 if is_local else years[entry.measured_as], entry.rows_time
 
-    return MeasuredAs.of(max(named, key=says).stack).stack
+    return replace(max(named, key=says).measured_as, experts=False)
+
+
+def _measured_of(name: str, calibration: Calibration, *, experts: bool) -> list[FittedStack]:
+    """Return the entries with runs of releases of a name: of models without experts, for a model
+    with `experts` of engines that ran some, where there are any."""
+    begun = {runs for full, runs in calibration.engines.items() if full.startswith(f"{name}-")}
+    dense = [e for e in calibration.dense if e.rows_time and e.measured_as in begun]
+    if not experts:
+        return dense
+    routed = [entry for entry in calibration.routed if entry.rows_time]
+    engines = {entry.measured_as.engine for entry in routed}
+    with_both = [entry for entry in dense if entry.measured_as.engine in engines]
+    known = {replace(runs, experts=True) for runs in begun}
+    return with_both or dense or [entry for entry in routed if entry.measured_as in known]
 
 
 def require_known(stack: str, calibration: Calibration) -> str:
@@ -109,16 +134,16 @@ def require_known(stack: str, calibration: Calibration) -> str:
 def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
     """Every name: whose rules it has, what it stands for, and on what it was measured."""
     rows = []
-    for name in sorted(calibration.engines | calibration.short_engines | ENGINES.keys()):
-        stands_for = match_stack(name, cluster, calibration)
+    for name in sorted(calibration.engines.keys() | calibration.short_engines | ENGINES.keys()):
+        stands_for = match_engine(name, cluster, calibration)
         dense, routed = (
-            {e.cluster: e.rows_time for e in calibration.by_stack.get(stack, {}).values()}
-            for stack in (stands_for, str(MeasuredAs.of(stands_for).with_experts()))
+            {place: entry.rows_time for place, entry in calibration.by_engine.get(runs, {}).items()}
+            for runs in (stands_for, stands_for.with_experts())
         )
         rows.append(
             {
                 "stack": name,
-                "stands_for": stands_for,
+                "stands_for": stands_for.stack,
                 "rules": engine_of(name).rules.name,
                 "measured": dense,
                 "with_experts": routed,
@@ -127,27 +152,18 @@ def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, 
     return rows
 
 
-def entry_for(
-    calibration: Calibration, stack: str, cluster: Cluster, *, experts: bool = False
-) -> tuple[FittedStack, str]:
-    """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
-    model with `experts` or of others."""
-    priced = _priced(stack, cluster, calibration, experts=experts)
-    return priced.entry, priced.no_rows
-
-
 def _priced(
-    name: str, cluster: Cluster, calibration: Calibration, *, experts: bool = False
+    named: MeasuredAs, cluster: Cluster, calibration: Calibration, *, experts: bool
 ) -> Resolved:
-    """Return an engine by its full name with its coefficients on a cluster."""
-    stack = str(MeasuredAs.of(name).with_experts()) if experts else name
-    places = _places(cluster, MeasuredAs.of(stack))
-    like = _most_measured(calibration.by_stack.get(stack, {}), places)
+    """Return an engine with its coefficients on a cluster."""
+    runs = named.with_experts() if experts else named
+    places = _places(cluster, runs)
+    like = _most_measured(calibration.by_engine.get(runs, {}), places)
     generation = generation_of(cluster.device)
-    entry, why = calibration.entry(stack, places[like or cluster.name], generation)
+    entry, why = calibration.entry(runs, places[like or cluster.name], generation)
     if like and not why:
         entry = replace(entry, basis="near")
-    own = gpu_entry(stack, cluster.device.id) if why else None
+    own = gpu_entry(runs, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""
     elif own is not None:  # its kernels are known, its links are not
@@ -161,7 +177,7 @@ def _priced(
         # No CUDA context, no communicator buffers: only tensors count there.
         entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})
     return Resolved(
-        stack=name,
+        measured_as=named,
         cluster=cluster,
         calibration=calibration.name,
         entry=entry,
@@ -216,8 +232,8 @@ def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]
         for known in dense:
             for name, count in known.counts.items():
                 total[name] = total.get(name, 0) + count
-    rules = engine_of(entry.stack).rules.name
-    kin = [e for e in dense if engine_of(e.stack).rules.name == rules]
+    rules = engine_of(entry.measured_as).rules.name
+    kin = [e for e in dense if engine_of(e.measured_as).rules.name == rules]
     runs = sum(e.rows_time for e in kin)
     for name in SHARDINGS:
         count = sum(e.counts.get(name, 0) for e in kin)

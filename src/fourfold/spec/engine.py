@@ -318,32 +318,44 @@ _CALLED = {word: name for name, (_, own) in _NAMES.items() for word in own.get("
 
 _DATE = re.compile(r"-(?=20\d\d|v?\d\d?\.\d)")
 _YEAR = re.compile(r"20\d\d|(?<=-)v?2\d(?=\.\d\d)")
+_COMPILED = "-compile"
 _EXPERTS = " with experts"
 
 
 @dataclass(frozen=True)
 class MeasuredAs:
     """What runs were measured as: an engine, the date or number of its release ('2024', '2022b',
-    '26.04'; '' where it is not named), and whether their models have experts."""
+    '26.04'; '' where it is not named), whether all of them were compiled, and whether their models
+    have experts."""
 
     engine: str
     date: str = ""
+    compiled: bool = False
     experts: bool = False
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(name: str) -> MeasuredAs:
-        """Read the name of a stack: 'nemo-2024', 'megatron-bridge-26.04', 'nemo with experts'."""
-        own = name.removesuffix(_EXPERTS)
-        engine, *date = _DATE.split(own, maxsplit=1)
-        return MeasuredAs(engine, *date, experts=own != name)
+        """Read the name of a stack: 'nemo-2024', 'megatron-bridge-26.04', 'fms-fsdp-2024-compile',
+        'nemo with experts'."""
+        named = name.removesuffix(_EXPERTS)
+        release = named.removesuffix(_COMPILED)
+        engine, *date = _DATE.split(release, maxsplit=1)
+        return MeasuredAs(engine, *date, compiled=release != named, experts=named != name)
 
     def __str__(self) -> str:
+        return self.text
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The name that `of` reads."""
         return self.stack + _EXPERTS * self.experts
 
     @functools.cached_property
     def stack(self) -> str:
-        return f"{self.engine}-{self.date}" if self.date else self.engine
+        """The name of the engine alone."""
+        dated = f"{self.engine}-{self.date}" if self.date else self.engine
+        return dated + _COMPILED * self.compiled
 
     @functools.cached_property
     def year(self) -> int | None:
@@ -358,7 +370,7 @@ class MeasuredAs:
         if self.year is not None:
             rule = f"contradicts the year of {self.stack}"
             raise UserError(rule, field="engine_release", value=release)
-        return MeasuredAs.of(f"{self.stack}-{released}")
+        return replace(self, date=f"{self.date}-{released}".removeprefix("-"))
 
     def with_experts(self) -> MeasuredAs:
         """Return what runs with experts are calibrated as: layers with experts are another program.
@@ -398,15 +410,14 @@ def _known_name(engine: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def engine_of(stack: str) -> Engine:
+def engine_of(stack: str | MeasuredAs) -> Engine:
     """Return the known engine whose name that of a stack begins with or holds, with its habits at
-    the stack's date; of none, no engine in particular. A name that ends in -compile is compiled
-    besides."""
-    measured = MeasuredAs.of(stack.lower())
+    the stack's date; of none, no engine in particular. One that was measured compiled compiles."""
+    measured = MeasuredAs.of(str(stack).lower())
     engine = ENGINES[_known_name(measured.engine) or GENERIC]
     is_dated = measured.engine.endswith(engine.name) and measured.year is not None
     habits = engine.dated.get(str(measured.year), engine.habits) if is_dated else engine.habits
-    if measured.stack.endswith("-compile"):
+    if measured.compiled:
         habits = replace(habits, compiled=True)
     return engine if habits is engine.habits else replace(engine, habits=habits)
 

@@ -13,7 +13,7 @@ from fourfold.cost.ops.op import of_one
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.rates import Rates
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster
 from fourfold.spec.words import OURS
 from fourfold.traces import parts
@@ -50,14 +50,14 @@ def find_best_engine(
         return None
     spec = replace(spec, policy=replace(spec.policy, compile=True))
     has_experts = spec.model.moe is not None
-    entry, why = entry_for(calibration, OURS, cluster, experts=has_experts)
-    if why:
+    engine = resolve(OURS, cluster, calibration, experts=has_experts)
+    if engine.no_rows:
         best = {parts.ROUTING: fused_routing_s(found, pricing)} if has_experts else {}
         gains = _gains(found, best)
         return BestEngine("fused kernels", None, gains) if gains else None
     columns = columns_of([spec], cluster=cluster, stack=OURS)
-    many = predictions(columns, entry)
-    rates = Rates(columns, entry.coefficients)
+    many = predictions(columns, engine.entry)
+    rates = Rates(columns, engine.entry.coefficients)
     step_s = float(sum(part[0] for part in many.times.parts.values()))
     each = sum(
         of_one(rates.seconds(op))

@@ -19,7 +19,7 @@ from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import Batch, Cluster, Policy, RunSpec, catalog, check, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import OURS
@@ -183,7 +183,7 @@ def _plan(
 ) -> list[tuple[RunSpec, Prediction]]:
     """The fastest plan and the best ones that divide the work in other ways."""
     known = calibration_of(profile, cluster)
-    entry, _ = entry_for(known, OURS, cluster)
+    entry = resolve(OURS, cluster, known).entry
     ask = PlanQuery(
         model=catalog.model(chosen.model),
         cluster=cluster,

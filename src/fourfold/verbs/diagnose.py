@@ -23,7 +23,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.logs.nested import whole
 from fourfold.logs.row import Row, complete
 from fourfold.search.legal import require_legal
-from fourfold.search.resolve import entry_for, resolve
+from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
 from fourfold.spec.engine import ENGINES
 from fourfold.spec.layout import AXES
@@ -77,7 +77,8 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     if found.is_graphed and found.spec is None:
         return None
     spec = found.spec or _any_run()
-    entry, why = entry_for(read_calibration(request.calibration), OURS, cluster)
+    engine = resolve(OURS, cluster, read_calibration(request.calibration))
+    entry, why = engine.entry, engine.no_rows
     known = coefficients_of(read_profile(request.profile)) if request.profile else {}
     columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, stack=OURS)
     basis = (
@@ -136,7 +137,7 @@ def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
             name = request.gpu and catalog.device(request.gpu).name
             cluster = named_cluster(name or pricing.basis.partition(",")[0], spec.gpus)
         assert cluster is not None
-        entry, _ = entry_for(read_calibration(request.calibration), OURS, cluster)
+        entry = resolve(OURS, cluster, read_calibration(request.calibration)).entry
         columns = columns_of([_dense(spec)], cluster=cluster, stack=OURS)
         many = predictions(columns, replace(entry, coefficients=dict(pricing.coefficients)))
         return {name: float(part[0]) for name, part in many.times.parts.items()}

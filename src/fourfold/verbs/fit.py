@@ -147,12 +147,14 @@ def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggeste
     known = read_calibration(request.prior)
     picks = []
     for rows in _measured_rows(request, on_event):
-        pairs = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
-        for stack, place in sorted(pairs):
-            index = np.flatnonzero(rows.usable & (rows.stack == stack) & (rows.cluster == place))
+        pairs = set(zip(rows.measured_as.tolist(), rows.cluster.tolist(), strict=True))
+        for runs, place in sorted(pairs, key=lambda pair: (pair[0].text, pair[1])):
+            index = np.flatnonzero(
+                rows.usable & (rows.measured_as == runs) & (rows.cluster == place)
+            )
             if not index.size:
                 continue
-            entry, _ = known.entry(stack, place, generation_of(str(rows.hardware[index][0])))
+            entry, _ = known.entry(runs, place, generation_of(str(rows.hardware[index][0])))
             for i in suggest(rows.columns.take(index), entry, count):
                 picks.append({n: rows.table.column(n)[index[i]] for n in _SUGGESTED})
     return Suggested(picks)

@@ -32,7 +32,7 @@ from fourfold.result.trace import trace_path
 from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
-from fourfold.search.resolve import entry_for
+from fourfold.search.resolve import resolve
 from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.run import AnyRun
 from fourfold.spec.words import OURS, SHARDINGS
@@ -53,7 +53,7 @@ class StagePlanner:
         self.spec = spec
         self.cluster, self.basis = stage_cluster(spec, request.cluster, request.profile)
         has_experts = spec.model.moe is not None
-        entry, _ = entry_for(calibration.shipped(), OURS, self.cluster, experts=has_experts)
+        entry = resolve(OURS, self.cluster, calibration.shipped(), experts=has_experts).entry
         known = coefficients_of(read_profile(request.profile)) if request.profile else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
         self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})

@@ -32,7 +32,7 @@ from fourfold.search.legal import require_legal
 from fourfold.search.predict import anywhere
 from fourfold.search.predict import predict as predict_specs
 from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import entry_for, match_stack
+from fourfold.search.resolve import match_engine, resolve
 from fourfold.spec import Cluster, RunSpec, catalog, codec
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.engine import MeasuredAs
@@ -216,10 +216,11 @@ def predict_table(
 def _finder(known: Calibration, place: Cluster | None) -> Finder:
     """Coefficients as the planner finds them."""
 
-    def find(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
-        if MeasuredAs.of(stack).experts and place is None:  # a site, not a machine
-            return known.entry(stack, cluster, generation_of(hardware))
-        return entry_for(known, stack, place or _row_machine(cluster, hardware, gpus))
+    def find(runs: MeasuredAs, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
+        if runs.experts and place is None:  # a site, not a machine
+            return known.entry(runs, cluster, generation_of(hardware))
+        engine = resolve(runs, place or _row_machine(cluster, hardware, gpus), known)
+        return engine.entry, engine.no_rows
 
     return find
 
@@ -256,9 +257,9 @@ def _measured_stack(
         dated = str(MeasuredAs.of(asked).released(release)) if release else asked
         has_dated = dated.lower() in known.engines
         machine = place or _row_machine(cluster, hardware, int(size) if is_whole(size) else 1)
-        name = match_stack(
+        name = match_engine(
             dated if has_dated else asked, machine, known, experts=number(experts) > 0
-        )
+        ).stack
     except UserError:  # of an engine, a release or a machine that the reader of rows judges
         return stack, release, ""
     notes = [f"stack {asked} read as {name}" if name.lower() != asked.lower() else ""]

@@ -27,13 +27,13 @@ from fourfold.search.plan_answer import PlanAnswer
 from fourfold.search.query import OwnRuns, PlanQuery
 from fourfold.search.resolve import (
     Resolved,
-    default_stack,
+    default_engine,
     evidence_for,
-    match_stack,
+    match_engine,
     resolve,
 )
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
-from fourfold.spec.engine import EXPORTS, MeasuredAs, engine_of, release_of
+from fourfold.spec.engine import EXPORTS, engine_of, release_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
@@ -132,7 +132,7 @@ def _export_stacks(engine: Resolved, known: Calibration, *, experts: bool) -> di
         if not exports.has_rules_of(name, engine.stack)
     }
     measured = {
-        stack: match_stack(stack, engine.cluster, known, experts=experts)
+        stack: match_engine(stack, engine.cluster, known, experts=experts).stack
         for stack in dict.fromkeys(short.values())
     }
     return {name: measured[short[name]] if name in short else engine.stack for name in EXPORTS}
@@ -143,9 +143,7 @@ def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
     rows = measured_rows(path, cluster)
     rules = engine_of(stack).rules.name
     ran = rows.usable & (rows.step_s > 0)
-    ran &= np.array(
-        [engine_of(name or "generic").rules.name == rules for name in rows.stack.tolist()]
-    )
+    ran &= np.array([engine_of(runs).rules.name == rules for runs in rows.measured_as.tolist()])
     return OwnRuns(rows.columns.take(ran), rows.step_s[ran])
 
 
@@ -177,7 +175,7 @@ def _engines_to_try(
     if request.stack or request.export:
         return [_implied_stack(request)]
     if cluster.name in known.clusters:
-        return [default_stack(cluster, known)]
+        return [default_engine(cluster, known).stack]
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
     recompute = policy.recompute_kind
     engines = []
@@ -358,8 +356,8 @@ def _tell_engine(
     """Tell what a short name stands for, and where that was measured."""
     stack = engine.stack
     if stack != asked.strip().lower():
-        name = str(MeasuredAs.of(stack).with_experts()) if experts else stack
-        rows = {e.cluster: e.rows_time for e in known.by_stack.get(name, {}).values()}
+        runs = engine.measured_as.with_experts() if experts else engine.measured_as
+        rows = {e.cluster: e.rows_time for e in known.by_engine.get(runs, {}).values()}
         runs = {at: counted(count, "run") for at, count in rows.items() if count}
         where = ", ".join([f"{at} ({count})" for at, count in runs.items()])
         measured = f"measured on {where}" if where else "never measured with experts"

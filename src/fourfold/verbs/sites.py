@@ -25,7 +25,7 @@ from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
 from fourfold.result.files.store import Store
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.result.report import RunReport
-from fourfold.search.resolve import match_stack
+from fourfold.search.resolve import match_engine
 from fourfold.spec import RunSpec, check, codec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
@@ -167,8 +167,8 @@ def engine_predictor(request: MeasureRequest) -> Predictor:
         return known
     asked = request.stack or template.predicted_as
     calibration = known.calibration or read_calibration(None)
-    stack = match_stack(asked, known.cluster, calibration)
-    return replace(known, stack=stack, release=template.release)
+    engine = match_engine(asked, known.cluster, calibration)
+    return replace(known, stack=engine.stack, release=template.release)
 
 
 def campaign_of(

@@ -21,7 +21,6 @@ from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import NoteWords
 from fourfold.cost.table.rows import Rows
-from fourfold.spec.engine import MeasuredAs
 
 GROUP = (
     "source",
@@ -268,9 +267,7 @@ def study(
 def _prior(tables: list[Rows], calibration: Calibration) -> tuple[FittedStack, ...]:
     """Runs with experts learn from those without, which learn nothing from them: of tables that
     have only the former, what the calibration knows of the latter is no answer that leaks."""
-    routed = all(
-        MeasuredAs.of(stack).experts for rows in tables for stack in rows.stack[rows.usable]
-    )
+    routed = all(runs.experts for rows in tables for runs in rows.measured_as[rows.usable])
     return tuple(e for e in calibration.entries if routed and not e.measured_as.experts)
 
 
@@ -291,8 +288,8 @@ def _by_kind(tables: list[Rows], known: Calibration, tell: Callable[[str], None]
 def _result(
     how: str, rows: Rows, answers: RowPredictions, within: Bools, calibration: Calibration
 ) -> Result:
-    mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
-    found = [e for e in calibration.entries if (e.stack, e.cluster) in mine]
+    mine = set(zip(rows.measured_as.tolist(), rows.cluster.tolist(), strict=True))
+    found = [e for e in calibration.entries if (e.measured_as, e.cluster) in mine]
     time, memory = (
         max((len(getattr(e, part)) for e in found), default=0)
         for part in ("free_time", "free_memory")

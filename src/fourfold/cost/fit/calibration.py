@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +69,7 @@ class FittedStack:
     @property
     def stack(self) -> str:
         """The engine's full name."""
-        return str(self.measured_as)
+        return self.measured_as.text
 
     @property
     def key(self) -> str:
@@ -96,7 +95,8 @@ class FittedStack:
     def from_plain(cls, data: object, path: str = "") -> FittedStack:
         if isinstance(data, dict):
             given = {name: value for name, value in data.items() if name != "knobs"}
-            who = {name: given.pop(name) for name in ("engine", "date", "experts") if name in given}
+            fields_of_engine = ("engine", "date", "compiled", "experts")
+            who = {name: given.pop(name) for name in fields_of_engine if name in given}
             knobs = data.get("knobs", {})
             if not isinstance(knobs, dict):
                 raise UserError("must be a table", field=f"{path}.knobs", value=knobs)
@@ -134,22 +134,24 @@ class Calibration:
         check.name(name=self.name)
 
     @cached_property
-    def by_stack(self) -> dict[str, dict[str, FittedStack]]:
-        """Entries by the full name of their engine, then by cluster."""
-        entries: dict[str, dict[str, FittedStack]] = {}
+    def by_engine(self) -> dict[MeasuredAs, dict[str, FittedStack]]:
+        """Entries by what they were measured as, then by cluster."""
+        entries: dict[MeasuredAs, dict[str, FittedStack]] = {}
         for entry in self.entries:
-            entries.setdefault(entry.stack, {}).setdefault(entry.cluster, entry)
+            entries.setdefault(entry.measured_as, {}).setdefault(entry.cluster, entry)
         return entries
 
     @cached_property
-    def engines(self) -> frozenset[str]:
-        """Full names of the engines that were measured, with experts or without."""
-        return frozenset(MeasuredAs.of(name).stack for name in self.by_stack)
+    def engines(self) -> dict[str, MeasuredAs]:
+        """Engines that were measured, with experts or without, by their full names."""
+        return {runs.stack: replace(runs, experts=False) for runs in self.by_engine}
 
     @cached_property
     def short_engines(self) -> frozenset[str]:
         """The same names without a year and what follows it."""
-        return frozenset(re.split(r"-20[0-9][0-9]", name)[0] for name in self.engines)
+        return frozenset(
+            name if runs.year is None else runs.engine for name, runs in self.engines.items()
+        )
 
     @cached_property
     def dense(self) -> tuple[FittedStack, ...]:
@@ -166,22 +168,23 @@ class Calibration:
         """Clusters on which models without experts were measured."""
         return frozenset(entry.cluster for entry in self.dense)
 
-    def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
+    def entry(
+        self, measured_as: MeasuredAs, cluster: str, generation: str
+    ) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
-        own = self.by_stack.get(stack, {}).get(cluster)
+        own = self.by_engine.get(measured_as, {}).get(cluster)
         if own is not None:
             return own, ""
-        asked = MeasuredAs.of(stack)
-        blended = blend(self.entries, asked, cluster=cluster, generation=generation)
-        like = self.routed if asked.experts else self.dense
+        blended = blend(self.entries, measured_as, cluster=cluster, generation=generation)
+        like = self.routed if measured_as.experts else self.dense
         kin = [entry for entry in like if entry.rows_time]
-        elsewhere = [e for e in kin if e.measured_as.engine == asked.engine != ""]
+        elsewhere = [e for e in kin if e.measured_as.engine == measured_as.engine != ""]
         alike = any(e.generation == generation for e in kin)
         wide = replace(
             blended,
             basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
-            noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if asked.experts else 1.0),
+            noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if measured_as.experts else 1.0),
             ranges=joined_ranges([entry.ranges for entry in kin]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
@@ -334,10 +337,11 @@ def shipped() -> Calibration:
 
 
 @functools.cache
-def gpu_entry(stack: str, device: str) -> FittedStack | None:
+def gpu_entry(measured_as: MeasuredAs, device: str) -> FittedStack | None:
     """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
     known = completed(_read("own.json").entries)
-    return next((e for e in known if (e.stack, e.cluster) == (stack, f"1 x {device}")), None)
+    key = (measured_as, f"1 x {device}")
+    return next((entry for entry in known if (entry.measured_as, entry.cluster) == key), None)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.engine import MeasuredAs, engine_of
+from fourfold.spec.engine import engine_of
 
 MOST_TIME, MOST_MEMORY = 6, 3
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
@@ -61,12 +61,12 @@ def fit_many(
     made: list[dict[str, FittedStack]] = [{} for _ in jobs]
     for _ in range(rounds):
         priors = []
-        for (at, (stack, cluster)), rows in zip(keys, samples, strict=True):
+        for (at, (runs, cluster)), rows in zip(keys, samples, strict=True):
             known = {entry.key: entry for entry in jobs[at][1]} | made[at]
             generation = generation_of(str(rows.hardware[0]))
             prior = blend(
                 tuple(known.values()),
-                MeasuredAs.of(stack),
+                runs,
                 cluster=cluster,
                 generation=generation,
             )
@@ -196,7 +196,7 @@ def memory_misfit(rows: Sample, groups: Places) -> Misfit:
     """Of printed memory and of whether it ran: a log residual and a hinge, as one number."""
     has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
     measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
-    usual = [engine_of(stack).habits for stack in rows.stack.tolist()]
+    usual = [engine_of(runs).habits for runs in rows.measured_as.tolist()]
     rank0 = np.array([one.reports_rank0 for one in usual])
     final = np.array([one.reports_last for one in usual])
     # Each verdict counts half in total: tables have far more of one kind than of the other.

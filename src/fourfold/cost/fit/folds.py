@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.kinds import DENSE
+from fourfold.cost.table.cells import Engines
 from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
@@ -34,7 +35,7 @@ class Sample:
     """Rows of several tables as one, usable ones only."""
 
     columns: Columns
-    stack: NDArray[np.str_]
+    measured_as: Engines
     cluster: NDArray[np.str_]
     hardware: NDArray[np.str_]
     step_s: Floats
@@ -47,7 +48,7 @@ class Sample:
     def take(self, index: Places) -> Sample:
         return Sample(
             self.columns.take(index),
-            self.stack[index],
+            self.measured_as[index],
             self.cluster[index],
             self.hardware[index],
             self.step_s[index],
@@ -55,15 +56,17 @@ class Sample:
             self.fits[index],
         )
 
-    def all_keys(self) -> list[tuple[str, str]]:
-        return sorted(set(zip(self.stack.tolist(), self.cluster.tolist(), strict=True)))
+    def all_keys(self) -> list[tuple[MeasuredAs, str]]:
+        """Return the keys of its rows (engine and cluster), by name."""
+        keys = set(zip(self.measured_as.tolist(), self.cluster.tolist(), strict=True))
+        return sorted(keys, key=lambda key: (key[0].text, key[1]))
 
-    def where(self, key: tuple[str, str]) -> Places:
-        return np.flatnonzero((self.stack == key[0]) & (self.cluster == key[1]))
+    def where(self, key: tuple[MeasuredAs, str]) -> Places:
+        return np.flatnonzero((self.measured_as == key[0]) & (self.cluster == key[1]))
 
 
 def joined_samples(parts: Sequence[Sample]) -> Sample:
-    texts = [(p.stack, p.cluster, p.hardware, p.step_s, p.mem_gb, p.fits) for p in parts]
+    texts = [(p.measured_as, p.cluster, p.hardware, p.step_s, p.mem_gb, p.fits) for p in parts]
     return Sample(
         joined([part.columns for part in parts]),
         *(np.concatenate(list(column)) for column in zip(*texts, strict=True)),
@@ -84,7 +87,7 @@ def sample(tables: Sequence[Rows]) -> Sample:
         parts.append(
             Sample(
                 rows.columns.take(index),
-                rows.stack[index],
+                rows.measured_as[index],
                 rows.cluster[index],
                 rows.hardware[index],
                 step[index],
@@ -141,12 +144,14 @@ def left_out(tables: Sequence[Rows], kind: str) -> Iterator[Fold]:
 
 
 def keys_of(rows: Rows) -> NDArray[np.str_]:
-    return np.char.add(np.char.add(rows.stack, "|"), rows.cluster)
+    """Return the key of each row's calibration, as an entry names its own."""
+    pairs = zip(rows.measured_as.tolist(), rows.cluster.tolist(), strict=True)
+    return np.array([f"{runs}|{cluster}" for runs, cluster in pairs], dtype=str)
 
 
 def _abroad(tables: Sequence[Rows]) -> Iterator[Fold]:
     families = [
-        np.array([MeasuredAs.of(s).engine for s in rows.stack.tolist()], str) for rows in tables
+        np.array([runs.engine for runs in rows.measured_as.tolist()], str) for rows in tables
     ]
     pairs = {
         pair

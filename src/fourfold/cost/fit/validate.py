@@ -148,8 +148,8 @@ def few_shot(
     generic, keys = _plain(others), keys_of(rows)
     for key in sorted(set(keys[rows.usable].tolist())):
         index = np.flatnonzero(rows.usable & (keys == key))
-        stack, _, cluster = key.partition("|")
-        entry, _ = generic.entry(stack, cluster, generation_of(str(rows.hardware[index][0])))
+        runs, cluster = rows.measured_as[index][0], str(rows.cluster[index][0])
+        entry, _ = generic.entry(runs, cluster, generation_of(str(rows.hardware[index][0])))
         used[index[suggest(rows.columns.take(index), entry, count)]] = True
     entries = fit_entries(sample([only(rows, used)]), others)
     return predict(rows, _plain((*others, *entries))), ~used
@@ -165,7 +165,7 @@ def calibrate(
 ) -> Calibration:
     """Fit all keys of the tables; entries of the prior stay where the tables say nothing new."""
     rows = sample(tables)
-    fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
+    fresh = {f"{runs}|{cluster}" for runs, cluster in rows.all_keys()}
     kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
     tell(f"fitting {counted(len(rows), 'row')}: {counted(len(fresh), 'key')} of stack and cluster")
     entries = (*kept, *fit_entries(rows, kept, rounds=3, fixed=fixed))
@@ -184,7 +184,7 @@ def calibrate(
 
 def _with_errors(entry: FittedStack, table: Rows, step: Floats) -> FittedStack:
     """With its cross-validated errors in a table; `step`: every row predicted held out."""
-    own = (table.stack == entry.stack) & (table.cluster == entry.cluster) & table.usable
+    own = (table.measured_as == entry.measured_as) & (table.cluster == entry.cluster) & table.usable
     own = own & np.isfinite(table.step_s) & np.isfinite(step)
     if not own.any():
         return entry

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from fourfold import door
 from fourfold.cost.table.reference import NoteWords, RowTable
 from fourfold.errors import UserError, shorten
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.words import plain_word
 from fourfold.units import plain_float
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Engines = NDArray[np.object_]  # a MeasuredAs each
 LARGEST = 1e9  # a count above this is a typing error, not a run
 WHOLE = "must be a whole number of at least 1"
 MEASURED = ("step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs")
@@ -27,6 +29,11 @@ def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:
     """ask(cell) for every cell; each different text is asked once."""
     answers = {cell: ask(cell) for cell in set(cells)}
     return [answers[cell] for cell in cells]
+
+
+def engines(runs: Sequence[MeasuredAs]) -> Engines:
+    """Return what rows were measured as, as an array."""
+    return np.array(runs, dtype=object)
 
 
 def number(cell: str) -> float:

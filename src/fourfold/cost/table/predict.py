@@ -21,7 +21,7 @@ from fourfold.cost.predict import predictions
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.engine import engine_of, is_known
+from fourfold.spec.engine import MeasuredAs, engine_of, is_known
 
 CHUNK = 8192
 FIELDS = (
@@ -59,8 +59,8 @@ class RowPredictions:
     provenance: list[str]
 
 
-# (stack, cluster, hardware, GPUs) -> coefficients, and why they are not this machine's own
-Finder = Callable[[str, str, str, int], tuple[FittedStack, str]]
+# (engine, cluster, hardware, GPUs) -> coefficients, and why they are not this machine's own
+Finder = Callable[[MeasuredAs, str, str, int], tuple[FittedStack, str]]
 
 
 def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) -> RowPredictions:
@@ -111,16 +111,22 @@ def _unstated(table: RowTable) -> NDArray[np.bool_]:
 def entries_of(
     rows: Rows, calibration: Calibration, find: Finder | None = None
 ) -> Iterator[tuple[NDArray[np.intp], FittedStack, str]]:
-    """(rows, entry, reason) per stack and machine; `find` knows machines that a table does not."""
+    """(rows, entry, reason) per engine and machine; `find` knows machines that a table does not."""
 
-    def by_name(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
-        return calibration.entry(stack, cluster, generation_of(hardware))
+    def by_name(
+        runs: MeasuredAs, cluster: str, hardware: str, gpus: int
+    ) -> tuple[FittedStack, str]:
+        return calibration.entry(runs, cluster, generation_of(hardware))
 
     sizes = rows.columns.gpus.astype(np.int64).tolist() if find else [0] * rows.table.length
     labels = zip(
-        rows.stack.tolist(), rows.cluster.tolist(), rows.hardware.tolist(), sizes, strict=True
+        rows.measured_as.tolist(),
+        rows.cluster.tolist(),
+        rows.hardware.tolist(),
+        sizes,
+        strict=True,
     )
-    places: dict[tuple[str, str, str, int], list[int]] = {}
+    places: dict[tuple[MeasuredAs, str, str, int], list[int]] = {}
     for i, label in enumerate(labels):
         if rows.usable[i]:
             places.setdefault(label, []).append(i)
@@ -135,7 +141,7 @@ def _answer(
     """Fills in these rows; returns what to say of their networks, and what they rest on."""
     c = rows.columns.take(part)
     found = predictions(c, entry)
-    room, usual = found.room, engine_of(entry.stack).habits
+    room, usual = found.room, engine_of(entry.measured_as).habits
     printed = room.first_bytes if usual.reports_rank0 else room.worst_bytes
     printed = room.last_bytes if usual.reports_last else printed
     out["step"][part], out["low"][part], out["high"][part] = found.step_s, found.low_s, found.high_s

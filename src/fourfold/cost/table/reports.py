@@ -11,6 +11,7 @@ import numpy as np
 
 from fourfold.cost.memory.peak import GIB
 from fourfold.cost.run import columns_of
+from fourfold.cost.table.cells import engines
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
@@ -19,7 +20,7 @@ from fourfold.result.files.stored import read_stored
 from fourfold.result.report import RunReport
 from fourfold.spec import check
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import MeasuredAs, site_of
+from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.words import OURS
 from fourfold.units import counted
 
@@ -56,16 +57,15 @@ def report_rows(
     if not reports:
         hint = "measure one with 'fourfold bench' first"
         raise UserError("contains no run", field="--runs", value=folder, hint=hint)
-    n, routed = len(reports), [r.spec.model.moe is not None for r in reports]
+    n = len(reports)
+    runs = [MeasuredAs(OURS, experts=report.spec.model.moe is not None) for report in reports]
     return Rows(
         table=_table(folder, reports, cluster),
         columns=columns_of([r.spec for r in reports], cluster=cluster, stack=OURS),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
-        stack=np.array(
-            [str(MeasuredAs.of(OURS).with_experts()) if has else OURS for has in routed]
-        ),
-        cluster=np.array([site_of(cluster.name) if has else cluster.name for has in routed]),
+        measured_as=engines(runs),
+        cluster=np.array([run.place(cluster.name) for run in runs]),
         hardware=np.array([cluster.device.id] * n),
         step_s=np.array([_step_s(r) for r in reports]),
         mem_gb=np.array([_gib(r) for r in reports]),

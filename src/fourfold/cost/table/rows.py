@@ -8,7 +8,7 @@ Blank policy fields take the stack's usual value, and `reasons` says that too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -23,9 +23,11 @@ from fourfold.cost.table.cells import (
     Bools,
     Cells,
     Draft,
+    Engines,
     Floats,
     blank,
     each,
+    engines,
     measured,
     numbers,
 )
@@ -35,7 +37,7 @@ from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, RowTable, note_wor
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import MeasuredAs, is_known, site_of
+from fourfold.spec.engine import MeasuredAs, is_known
 from fourfold.spec.layers import LayerRun
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
@@ -61,7 +63,7 @@ class Rows:
     columns: Columns
     usable: Bools
     reasons: list[str]
-    stack: NDArray[np.str_]
+    measured_as: Engines
     cluster: NDArray[np.str_]
     hardware: NDArray[np.str_]
     step_s: Floats
@@ -86,13 +88,14 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
     fill_open(draft, facts, sequences, open_fields(table, facts["pp"]))
     usable = np.ones(table.length, dtype=bool)
     usable[list(draft.bad)] = False
+    measured_as, cluster = _keys(table)
     return Rows(
         table=table,
         columns=columns(table.length, sequences, **facts),
         usable=usable,
         reasons=draft.reasons(),
-        stack=_of_experts(table, "stack", lambda name: str(MeasuredAs.of(name).with_experts())),
-        cluster=_of_experts(table, "cluster", site_of),
+        measured_as=measured_as,
+        cluster=cluster,
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=measured(table.column("step_s")),
         mem_gb=measured(table.column("mem_gb")),
@@ -110,10 +113,17 @@ def _name_releases(draft: Draft) -> None:
             draft.refuse([i], f"{error.field} {error.value} {error.rule}")
 
 
-def _of_experts(table: RowTable, column: str, name: Callable[[str], str]) -> NDArray[np.str_]:
-    """A label by which rows are calibrated: that of `name` for runs with experts."""
-    cells = zip(table.column(column), numbers(table.column("experts")) > 0, strict=True)
-    return np.array([name(cell) if has else cell for cell, has in cells], dtype=str)
+def _keys(table: RowTable) -> tuple[Engines, NDArray[np.str_]]:
+    """Return what each row was measured as, and the cluster or the site that its coefficients are
+    kept under: a calibration's keys."""
+    stacks = each(table.column("stack"), MeasuredAs.of)
+    has_experts = numbers(table.column("experts")) > 0
+    runs = [
+        engine.with_experts() if has else engine
+        for engine, has in zip(stacks, has_experts.tolist(), strict=True)
+    ]
+    places = zip(runs, table.column("cluster"), strict=True)
+    return engines(runs), np.array([run.place(cluster) for run, cluster in places], dtype=str)
 
 
 def _facts(
