@@ -21,7 +21,6 @@ from fourfold.units import counted, show_bytes
 if TYPE_CHECKING:
     from fourfold.verbs.one_rank import OneRank
 
-Plain = Mapping[str, Any]  # OneRank.plain()
 _GAP = ["kernels alone", "engine", "gap", "gap %"]
 _STEP_WORDS = {
     "data": "tokens of the step",
@@ -31,13 +30,14 @@ _STEP_WORDS = {
 }
 
 
-def _layouts(ranks: Sequence[OneRank], plains: Sequence[Plain]) -> Grid:
+def _layouts(ranks: Sequence[OneRank]) -> Grid:
     """A row per layout: kernels alone, in the engine, and as the planner predicts them."""
     rows = []
-    for one, plain in zip(ranks, plains, strict=True):
-        row: dict[str, Any] = {"name": name_of(one.spec), "measured": {}, "predicted": {}, **plain}
-        parts = dict(row.get("step_parts_s", {}))
-        row["layers"] = row["measured"].get("layers", row["outcome"])
+    for rank in ranks:
+        row: dict[str, Any] = {"measured": {}, "predicted": {}, **rank.plain()}
+        parts = dict(rank.step_parts_s or {})
+        row["name"] = name_of(rank.spec)
+        row["layers"] = rank.measured.layers if rank.measured else rank.outcome
         row["compute_s"] = parts.pop("compute, measured", None)
         row["rest_s"] = sum(parts.values()) if parts else None
         rows.append(row)
@@ -176,25 +176,21 @@ def page(ranks: Sequence[OneRank], *, details: bool) -> list[Part]:
         f"{spec.batch.seq_len} tokens; one rank on this device, without its peers",
         "",
     ]
-    plains = [one.plain() for one in ranks]
-    parts.append(_layouts(ranks, plains))
-    parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
-    for one, plain in zip(ranks, plains, strict=True):
-        if one.found is None:
-            parts += _failed(one, plain)
+    parts.append(_layouts(ranks))
+    parts += _notes(ranks[0].planner_basis, [rank.measured for rank in ranks if rank.measured])
+    for rank in ranks:
+        if rank.measured is None:
+            parts += _failed(rank)
         elif details or len(ranks) == 1:
-            parts += _details(one.spec, one.found, plain)
+            parts += _details(rank, rank.measured)
     return parts
 
 
-def _failed(one: OneRank, plain: Plain) -> list[Part]:
-    failure = one.report.failure
+def _failed(rank: OneRank) -> list[Part]:
+    failure = rank.failure
     words = failure.said if failure and failure.message else "cause unknown"
-    return [
-        "",
-        f"{name_of(one.spec)}: {one.report.outcome}: {words}",
-        *oom_page(plain.get("post_mortem", {})),
-    ]
+    head = f"{name_of(rank.spec)}: {rank.outcome}: {words}"
+    return ["", head, *oom_page(rank.post_mortem or {})]
 
 
 def name_of(spec: RunSpec) -> str:
@@ -207,19 +203,20 @@ def name_of(spec: RunSpec) -> str:
     return " ".join([*words, *(["compiled"] if policy.compile else [])])
 
 
-def _details(spec: RunSpec, found: OneRankResult, plain: Plain) -> list[Part]:
-    head = f"{name_of(spec)}, rank {found.rank}, stage {found.stage}"
+def _details(rank: OneRank, found: OneRankResult) -> list[Part]:
+    head = f"{name_of(rank.spec)}, rank {found.rank}, stage {found.stage}"
+    step_parts_s = rank.step_parts_s or {}
     parts: list[Part] = ["", head, "", Grid(["ms", *_GAP], _phase_rows(found))]
     if found.parts and found.watched == (1, 1):
         parts += ["", Grid(["ms of one micro batch", *_GAP], _part_rows(found))]
     elif found.parts_note:
         parts += ["", found.parts_note]
     if found.comm:
-        parts += ["", _comm(found, plain["step_parts_s"])]
-    seconds = {**plain["step_parts_s"], "step": plain["step_s_with_modelled_traffic"]}
+        parts += ["", _comm(found, step_parts_s)]
+    seconds = {**step_parts_s, "step": sum(step_parts_s.values())}
     step = [[part, f"{s:.3f}"] for part, s in seconds.items()]
-    own = (plain[f"planner_step_s{end}"] for end in ("", "_low", "_high"))
-    step += [["planner's own step", "{:.3f} ({:.3f} to {:.3f})".format(*own)]]
+    low, high = rank.planner_step_s_low, rank.planner_step_s_high
+    step += [["planner's own step", f"{rank.planner_step_s:.3f} ({low:.3f} to {high:.3f})"]]
     parts += ["", Grid(["part of a step", "s"], step), "", _kernels(found)]
     memory = f"peak {show_bytes(found.peak_bytes)} ({found.peaks_from})"
     if found.reserved_bytes:

@@ -4,7 +4,7 @@ is no run of its layout, so the run store, reports and fits never see it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
 from fourfold.cost.fit.machine import coefficients_of
 from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.one_rank import StageCompute
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.events import OnEvent, ignore, progress
@@ -27,7 +28,7 @@ from fourfold.result.one_rank import (
     layer_s,
     micro_s,
 )
-from fourfold.result.report import RunReport
+from fourfold.result.report import Failure, Outcome, RunReport
 from fourfold.result.trace import trace_path
 from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
@@ -64,31 +65,6 @@ class StagePlanner:
         at_first = float(room.first_bytes[0]) >= float(room.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
-    def step(self) -> dict[str, Any]:
-        """The planner's own, before anything was measured."""
-        step = predictions(self.columns, self.entry).one(0)
-        return {
-            "planner_basis": self.basis,
-            "planner_step_s": step.step_s,
-            "planner_step_s_low": step.step_s_low,
-            "planner_step_s_high": step.step_s_high,
-        }
-
-    def beside(self, found: OneRankResult) -> dict[str, Any]:
-        """What was measured of the stage, what the planner has for it, and the step of both."""
-        kernels_s, engine_s = kernels_layer_s(found), layer_s(found)
-        parts = model.joined(self.columns, self.entry.coefficients, found)
-        return {
-            "kernels_layer_s": kernels_s,
-            "engine_layer_s": engine_s,
-            "layer_gap_pct": gap_pct(engine_s, kernels_s),
-            "bare_micro_s": kernels_micro_s(found),
-            "engine_micro_s": micro_s(found),
-            "predicted": asdict(model.predicted(self.columns, self.entry.coefficients, found)),
-            "step_s_with_modelled_traffic": sum(parts.values()),
-            "step_parts_s": parts,
-        }
-
     def post_mortem(self, report: RunReport) -> dict[str, Any]:
         """An out-of-memory as bench tells it: held, predicted, and what would fit."""
         limit = float(report.spec.memory_limit or USABLE * self.cluster.device.memory_bytes)
@@ -98,43 +74,49 @@ class StagePlanner:
         return post_mortem(replace(report, predicted=own, remedies=fixes))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OneRank:
-    """One layout: what was asked, what came back (`found` None: `report` says why), the planner."""
+    """One rank of one layout: what was measured of it, and what the planner says.
 
-    spec: RunSpec
+    `planner_step_s`: predicted before anything was measured. Where the rank failed, `failure` and
+    after an out-of-memory error `post_mortem` say why, and nothing is measured.
+    """
+
+    model: str
+    layout: str
+    world: int
     rank: int
-    report: RunReport
-    found: OneRankResult | None
-    planner: StagePlanner
+    place: dict[str, int]
+    spec: RunSpec
+    outcome: Outcome
+    planner_basis: str
+    planner_step_s: float
+    planner_step_s_low: float
+    planner_step_s_high: float
+    failure: Failure | None = None
+    post_mortem: dict[str, Any] | None = None
+    measured: OneRankResult | None = None
+    # GEMMs and attention of a layer timed alone, and the same layer in the engine.
+    kernels_layer_s: float | None = None
+    engine_layer_s: float | None = None
+    layer_gap_pct: float | None = None
+    bare_micro_s: float | None = None
+    engine_micro_s: float | None = None
+    predicted: StageCompute | None = None
+    # Measured compute of a step with predicted traffic and bubble, and its parts.
+    step_s_with_modelled_traffic: float | None = None
+    step_parts_s: dict[str, float] | None = None
 
     def plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {
-            "model": self.spec.model.name,
-            "layout": str(self.spec.layout),
-            "world": self.spec.gpus,
-            "rank": self.rank,
-            "place": self.spec.layout.coordinates(self.rank),
-            "spec": codec.encode(self.spec, sparse=True),
-            "outcome": self.report.outcome,
-            **self.planner.step(),
-        }
-        if self.found is None:
-            failure = self.report.failure
-            plain["failure"] = codec.encode(failure) if failure is not None else None
-            if self.report.outcome == "oom":
-                plain["post_mortem"] = self.planner.post_mortem(self.report)
-            return plain
-        plain |= {"measured": codec.encode(self.found), **self.planner.beside(self.found)}
-        return plain
+        return codec.encode(self) | {"spec": codec.encode(self.spec, sparse=True)}
 
     def row(self) -> dict[str, Any]:
         """Its numbers, without kernels, phases and the whole spec."""
-        plain, found = self.plain(), self.found
+        plain = self.plain()
         row = {n: v for n, v in plain.items() if not isinstance(v, dict | list)}
         row |= {"sharding": self.spec.policy.sharding, "micro_batch": self.spec.batch.micro_batch}
-        if found is not None:
-            row |= {"compute_s": found.compute_s, "peak_bytes": found.peak_bytes}
+        if self.measured is not None:
+            row |= {"compute_s": self.measured.compute_s, "peak_bytes": self.measured.peak_bytes}
         return row | {"predicted": plain.get("predicted", {})}
 
 
@@ -144,13 +126,13 @@ class OneRanks(Answer):
 
     @property
     def ok(self) -> bool:
-        return all(one.found is not None for one in self.ranks)
+        return all(rank.measured is not None for rank in self.ranks)
 
     def plain(self) -> dict[str, Any]:
-        return {"kind": "stand-in", "ranks": [one.plain() for one in self.ranks]}
+        return {"kind": "stand-in", "ranks": [rank.plain() for rank in self.ranks]}
 
     def rows(self) -> list[dict[str, Any]]:
-        return [one.row() for one in self.ranks]
+        return [rank.row() for rank in self.ranks]
 
 
 def one_rank(
@@ -170,13 +152,51 @@ def one_rank(
     if request.trace:
         options.append(("trace", str(trace_path(request.trace))))
     measured = measure_ranks(specs, options, request, on_event)
-    rows = [
-        OneRank(spec, rank, _of_rank(report, rank), result, planner)
-        for spec, rank, (report, result), planner in zip(
-            specs, ranks, measured, planners, strict=True
+    return OneRanks(
+        tuple(
+            _beside(planner, rank, _of_rank(report, rank), result)
+            for planner, rank, (report, result) in zip(planners, ranks, measured, strict=True)
         )
-    ]
-    return OneRanks(tuple(rows))
+    )
+
+
+def _beside(
+    planner: StagePlanner, rank: int, report: RunReport, result: OneRankResult | None
+) -> OneRank:
+    """What came back of a rank, beside the planner's numbers and, if it ran, the step of both."""
+    spec, coefficients = planner.spec, planner.entry.coefficients
+    step = predictions(planner.columns, planner.entry).one(0)
+    answer = OneRank(
+        model=spec.model.name,
+        layout=str(spec.layout),
+        world=spec.gpus,
+        rank=rank,
+        place=spec.layout.coordinates(rank),
+        spec=spec,
+        outcome=report.outcome,
+        planner_basis=planner.basis,
+        planner_step_s=step.step_s,
+        planner_step_s_low=step.step_s_low,
+        planner_step_s_high=step.step_s_high,
+    )
+    if result is None:
+        is_oom = report.outcome == "oom"
+        story = planner.post_mortem(report) if is_oom else None
+        return replace(answer, failure=report.failure, post_mortem=story)
+    parts = model.joined(planner.columns, coefficients, result)
+    kernels_s, engine_s = kernels_layer_s(result), layer_s(result)
+    return replace(
+        answer,
+        measured=result,
+        kernels_layer_s=kernels_s,
+        engine_layer_s=engine_s,
+        layer_gap_pct=gap_pct(engine_s, kernels_s),
+        bare_micro_s=kernels_micro_s(result),
+        engine_micro_s=micro_s(result),
+        predicted=model.predicted(planner.columns, coefficients, result),
+        step_s_with_modelled_traffic=sum(parts.values()),
+        step_parts_s=parts,
+    )
 
 
 def measure_ranks(
