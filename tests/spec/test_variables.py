@@ -3,7 +3,6 @@ code, names a file or reaches another line."""
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from fourfold.spec.site import (
     MAX_VALUE_CHARS,
     is_plain,
     parse_assignments,
-    plain_forms,
+    plain_names,
     require_form,
     require_plain,
 )
 
-PLAIN = plain_forms()
+PLAIN = plain_names()
 
 TEXTS = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
 DANGEROUS = TEXTS["dangerous"].split()
@@ -46,21 +45,12 @@ def test_what_the_launcher_says_itself_is_nobodys(name: str) -> None:
         require_plain(((name, "1"),), granted=((name, "1"),))
 
 
-@given(st.data())
-def test_no_listed_value_can_name_a_file(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(PLAIN)))
-    value = data.draw(st.from_regex(re.compile(PLAIN[name], re.ASCII), fullmatch=True))
-    assert is_plain(name, value)
-    assert not set(value) & set("/\\$`~%'\"<|&*?!\n\r\t\0")
-    require_form(((name, value),))
-
-
 @given(
     st.sampled_from(sorted(PLAIN)) | st.text(max_size=12),
     st.text(max_size=40)
     | st.from_regex(r"(/|\.\./|~/|\./)[a-z/.]{0,20}(\.so(\.[0-9])?)?", fullmatch=True),
 )
-@example("NCCL_NET", "ofi")
+@example("NCCL_NET", "/tmp/libnccl-net.so")
 @example("NCCL_NET", "IB\n")
 @example("OMP_NUM_THREADS", "1\x00LD_PRELOAD=x")
 @example("NCCL_SOCKET_IFNAME", "eth0/../x")
@@ -69,7 +59,7 @@ def test_no_listed_value_can_name_a_file(data: st.DataObject) -> None:
 @example("NCCL_DEBUG ", "INFO")
 @example("", "")
 def test_anything_else_needs_the_flag(name: str, value: str) -> None:
-    """Accepted is a listed name with a whole match of its form; nothing else ever is."""
+    """Accepted is a listed name with a plain word; nothing else ever is."""
     try:
         require_form(((name, value),))
         require_plain(((name, value),))
@@ -77,8 +67,7 @@ def test_anything_else_needs_the_flag(name: str, value: str) -> None:
         assert name not in PLAIN or not is_plain(name, value)
         return
     assert name in PLAIN
-    assert re.fullmatch(PLAIN[name], value)
-    assert "/" not in value
+    assert not set(value) & set("/\\$`~%'\"<|&*?!\n\r\t\0")
     assert value.isprintable()
 
 

@@ -30,11 +30,14 @@ _RESERVED = re.compile(
 )
 
 
+# No path, no pattern, nothing that a shell would take for more than a word.
+_PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.:,;=^@()\[\]> +-]*")
+
+
 @functools.cache
-def plain_forms() -> dict[str, str]:
-    """Variable that a file may set -> the form of its values (data/variables.toml)."""
-    forms = catalog.data("variables.toml")["forms"]
-    return {name: form["values"] for form in forms for name in form["names"].split()}
+def plain_names() -> frozenset[str]:
+    """Variables that a file may set."""
+    return frozenset(catalog.data("variables.toml")["names"].split())
 
 
 def require_form(env: Env) -> None:
@@ -52,8 +55,7 @@ def require_form(env: Env) -> None:
 
 def is_plain(name: str, value: str) -> bool:
     """Whether a file may set it."""
-    form = plain_forms().get(name)
-    return form is not None and re.fullmatch(form, value) is not None
+    return name in plain_names() and _PLAIN_VALUE.fullmatch(value) is not None
 
 
 def require_plain(env: Env, *, granted: Env = ()) -> None:
@@ -65,8 +67,8 @@ def require_plain(env: Env, *, granted: Env = ()) -> None:
         if is_plain(name, value) or (name, value) in granted:
             continue
         rule = "has a value that a file may not give it"
-        if name not in plain_forms():
-            rule, guess = "is not a variable that a file may set", nearest(name, plain_forms())
+        if name not in plain_names():
+            rule, guess = "is not a variable that a file may set", nearest(name, plain_names())
             hint += f" ({guess})" if guess.startswith("did you mean") else ""
         hint += f" or, if you trust it, pass --env {name}=VALUE on the command line of every start"
         raise UserError(rule, field=field, value=value, hint=hint)
