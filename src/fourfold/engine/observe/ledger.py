@@ -144,13 +144,13 @@ class Ledger(compat_modes.UncompiledMode):
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
-        allocation = Allocation(key, storage.nbytes(), "activations", op, shape, dtype, self.phase)
+        allocation = Allocation(key, 0, "activations", op, shape, dtype, self.phase)
         self._allocations[key] = allocation, weakref.ref(storage, lambda _: self._forget(key))
-        self._change(allocation, allocation.size)
+        self._resize(allocation, storage.nbytes())
 
     def _forget(self, key: int) -> None:
         allocation, _ = self._allocations[key]
-        self._change(allocation, -allocation.size)  # first: it may be the moment to note the peak
+        self._resize(allocation, 0)  # first: it may be the moment to note the peak
         del self._allocations[key]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -163,15 +163,16 @@ class Ledger(compat_modes.UncompiledMode):
             self.kinds["activations"] -= allocation.size
             self.kinds["gathered"] += allocation.size
             allocation.kind = "gathered"
-        change = storage.nbytes() - allocation.size
-        allocation.size = storage.nbytes()
-        self._change(allocation, change)
+        self._resize(allocation, storage.nbytes())
 
-    def _change(self, allocation: Allocation, size: int) -> None:
-        if size < 0 and self._rising and self.live_bytes == self.peak_bytes:
+    def _resize(self, allocation: Allocation, size: int) -> None:
+        """Count an allocation with another size: from 0 when it begins, to 0 when it ends."""
+        change = size - allocation.size
+        if change < 0 and self._rising and self.live_bytes == self.peak_bytes:
             self._snapshot()
-        self.live_bytes += size
-        self.kinds[allocation.kind] += size
+        allocation.size = size
+        self.live_bytes += change
+        self.kinds[allocation.kind] += change
         if self.live_bytes > self.phase_bytes[self.phase]:
             self.phase_bytes[self.phase] = self.live_bytes
         if self.live_bytes > self.peak_bytes:
