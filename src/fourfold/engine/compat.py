@@ -106,9 +106,18 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Ten
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """cuDNN's, which takes values narrower than keys."""
-    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[0]
+def fused_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    keeps_sums: bool = True,
+) -> Tensor:
+    """cuDNN's, which takes values narrower than keys. `keeps_sums`: for a backward pass."""
+    forward = _aten._scaled_dot_product_cudnn_attention
+    return forward(q, k, v, None, keeps_sums, 0.0, causal, scale=scale)[0]
 
 
 def flash_backward(

@@ -6,6 +6,7 @@ FSDP takes seconds to import, so it is imported where it is used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from fourfold.engine.compat import patched
 
 
 def fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -152,3 +155,17 @@ def cast_reduce_scatter(dtype: torch.dtype) -> Any:
             output_tensor.copy_(got)
 
     return CastReduceScatter()
+
+
+def watch_fsdp_buffers(see: Callable[[Tensor], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, `see` is called with every buffer that FSDP makes for a collective."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+
+    original = DefaultAllocMixin.allocate
+
+    def allocate(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        buffer = original(self, *args, **kwargs)
+        see(buffer)
+        return buffer
+
+    return patched(DefaultAllocMixin, "allocate", allocate)

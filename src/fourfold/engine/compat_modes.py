@@ -55,3 +55,58 @@ def around_shape_propagation(around: Callable[[], Any]) -> Iterator[None]:
 
     with patched(ShardingPropagator, name, propagate):
         yield
+
+
+def unknown_value(func: Any, args: tuple[Any, ...]) -> int | float | None:
+    """1 where an operator asks a fake tensor for its only value, which nobody knows; else None."""
+    if func is not torch.ops.aten._local_scalar_dense.default or not is_fake(args[0]):
+        return None
+    return 1.0 if args[0].dtype.is_floating_point else 1
+
+
+def forward_number() -> int:
+    """Number of the autograd node that the running operator of a forward pass made, if it did."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def backward_number() -> int | None:
+    """Number of the autograd node whose backward is running; None outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+class ModulePath:
+    """Names of the modules whose forward runs right now, innermost last; those of `model` and of
+    other models that were added."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.path: list[str] = []
+
+    def add(self, model: torch.nn.Module) -> None:
+        self.names |= {id(module): name for name, module in model.named_modules()}
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, every call of a module is followed."""
+        from torch.nn.modules import module as hooks
+
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            self.path.append(self.names.get(id(module), ""))
+
+        def leave(*_: Any) -> None:
+            self.path.pop()
+
+        # A recomputation ends inside a module, by an exception, once it has what it needs.
+        handles = (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __str__(self) -> str:
+        return next((name for name in reversed(self.path) if name), "")

@@ -65,6 +65,61 @@ class RankCount:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorBytes:
+    """Bytes under each kind of torch's caching allocator: segments of fixed size, or expandable."""
+
+    segments: int
+    expandable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """A tensor that was there at the peak: the module whose forward made it, the line of the
+    engine's code (both '' where neither was running), its operator and its phase."""
+
+    bytes: int
+    kind: str
+    module: str
+    line: str
+    shape: str
+    dtype: str
+    op: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemoryRequest:
+    """One rank of another engine's job, by the arguments that the engine is started with; `folder`
+    has the files that they name."""
+
+    rank: int
+    world: int
+    folder: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemoryCount:
+    """What one rank of another engine's job holds: `allocated_bytes` of tensors, rounded as the
+    allocator does, and `reserved_bytes` with what it caches; kinds and tensors of its peak, and the
+    highest bytes of each phase. `params` are the weights of this rank's stage and tp shard."""
+
+    rank: int
+    stage: int
+    params: int
+    allocated_bytes: AllocatorBytes
+    reserved_bytes: AllocatorBytes
+    kinds: tuple[MemoryKind, ...]
+    phases: tuple[MemoryKind, ...]
+    peak_phase: str
+    peak: tuple[LiveTensor, ...]
+    num_events: int
+    num_unknown_values: int
+    seconds: float = 0.0
+    host_bytes: int = 0
+
+
 def extrapolated(few: RankCount, more: RankCount, micro_batches: int) -> RankCount:
     """The count at `micro_batches` from two smaller ones: each quantity is a straight line.
 
