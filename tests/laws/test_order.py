@@ -13,7 +13,7 @@ from fourfold.search.plan_answer import PlanAnswer, PlanRow
 from fourfold.verbs.requests import PlanRequest
 from tests.sampling import PROFILE
 
-STEP = 3 if PROFILE == "quick" else 1
+STEP = 1 if PROFILE == "all" else 3  # of four engines
 ENGINES = ("megatron", "torchtitan", "fourfold", "accelerate")
 MACHINES = {"a100-40gb": 8, "h100-80gb": 16, "b200": 8}
 QUESTIONS = [

@@ -158,7 +158,7 @@ def check(query: PlanQuery) -> None:
 
 
 @given(questions(64), st.sampled_from([1, 3, 10]))
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: int) -> None:
     """Left out before their memory is counted, as of very many points. What is listed and surely
     fits is as fast; of its variants another may be played through and be better."""

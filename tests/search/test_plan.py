@@ -45,6 +45,7 @@ from fourfold.spec.words import RECOMPUTE, RECOMPUTE_KINDS
 from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
+from tests.sampling import PROFILE
 from tests.search.asking import SHIPPED, ask
 from tests.specs import run_spec
 
@@ -614,7 +615,7 @@ def test_explain_reads_layouts_as_a_plan_prints_them() -> None:
     )  # fmt: skip
     names = [str(row) for row in plan(request).ranked]
     assert {" v" in name for name in names} == {" ring" in name for name in names} == {True, False}
-    for name in names[::4]:
+    for name in names[:: 1 if PROFILE == "all" else 7]:
         explained = fourfold.explain(request, f"{name}, micro batch 1").explanation
         assert explained.row is not None
         assert {*name.split()} <= {*str(explained.row).split()}
