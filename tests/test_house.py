@@ -16,7 +16,9 @@ import pytest
 from fourfold.result.record import KINDS, REFERENCE_COLUMNS
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import words
+from fourfold.spec.engine import ENGINES, EXPORTS, FOLDER, GENERIC
 from fourfold.spec.layout import AXES
+from fourfold.spec.words import OURS
 from fourfold.tables.styles import MPT, TOPOLOGY
 from tests.sources import tree_of, walked
 
@@ -291,3 +293,79 @@ def test_the_other_rules_can_fail() -> None:
     hidden = ("from torch._C import x", "from torch import _x", 'getattr(torch, "_x")')
     assert all(_HIDDEN.search(line) for line in hidden)
     assert not _HIDDEN.search('getattr(self, "_x")')
+
+
+# Words that engines are called by, and the library or the launcher of torch too.
+_OTHERS_TOO = {"torchrun", "transformers"}
+# Files outside the engines' own folders that name one in their code, and why.
+NAME_ENGINES = {
+    **{
+        f"commands/{name}.py": "examples in help"
+        for name in ("estimates", "plan", "read", "verify")
+    },
+    "verbs/conformance.py": "examples of a flag",
+    "verbs/run_requests.py": "examples of a flag",
+    "cost/count/flops.py": "conventions by the name of who published them",
+    "tables/rules_work.py": "the convention of published tables without one",
+    "search/advise.py": "whose kernel a shape is kind to",
+    "spec/policy.py": "whose word for a module of recompute a hint explains",
+    "spec/supported.py": "whose layer a remark leaves out",
+}
+
+
+def engine_words() -> re.Pattern[str]:
+    """Every name of an engine but our own, in any spelling."""
+    names = {*ENGINES, *EXPORTS, *(folder.name for folder in Path(FOLDER).iterdir())}
+    names = {name.replace("_", "-") for name in names} - {GENERIC, OURS, *_OTHERS_TOO}
+    longest = sorted((name for name in names if name[0] != "-"), key=len, reverse=True)
+    words_ = (re.escape(name).replace(r"\-", "[-_ .]?") for name in longest)
+    return re.compile(rf"(?<![a-z0-9])({'|'.join(words_)})(?![a-z0-9])", re.IGNORECASE)
+
+
+def code_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of every name and every string of a module but its docstrings."""
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {
+        id(node.body[0].value)
+        for node in walked(tree)
+        if isinstance(node, scopes) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in walked(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
+            yield node.lineno, node.name
+
+
+def naming_engines(trees: Mapping[str, ast.Module]) -> dict[str, str]:
+    """File outside the engines' folders -> where its code names one."""
+    words_ = engine_words()
+    return {
+        name: f"{name}:{line} names {match[0]}"
+        for name, tree in trees.items()
+        if not name.startswith("backends/")
+        for line, text in code_texts(tree)
+        if (match := words_.search(text))
+    }
+
+
+def test_no_file_outside_an_engines_folder_names_it() -> None:
+    found = naming_engines(trees())
+    assert [where for name, where in found.items() if name not in NAME_ENGINES] == []
+    assert [name for name in NAME_ENGINES if name not in found] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import megatron.core", "def _nemo(): ...", "hint = 'use torchtitan-0.2'", "x.deepspeed = 1"],
+)
+def test_an_engine_named_in_code_is_found(source: str) -> None:
+    assert naming_engines({"spec/x.py": ast.parse(source)})
+    assert not naming_engines({"backends/x/y.py": ast.parse(source)})
+    assert not naming_engines({"spec/x.py": ast.parse(f'"""{source}."""\nnemotron = 1')})

@@ -126,7 +126,7 @@ def test_only_code_of_ranks_imports_torch() -> None:
 
 def _in_ranks(path: Path) -> bool:
     parts = path.relative_to(SOURCE).parts
-    is_adapter = parts[0] == "backends" and path.name.startswith("adapter")
+    is_adapter = parts[0] == "backends" and path.name.startswith(("adapter", "shims"))
     return is_adapter or parts[0] == "engine" or parts[:2] == ("conformance", "ranks")
 
 

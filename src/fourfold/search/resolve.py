@@ -14,7 +14,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import ENGINES, EXPORTS, GENERIC, MeasuredAs, engine_of, spelt
+from fourfold.spec.engine import ENGINES, EXPORTS, GENERIC, Engine, MeasuredAs, engine_of, spelt
 from fourfold.spec.words import SHARDING, SHARDINGS
 
 ALIKE = 1.1  # rates of links within 10%
@@ -125,10 +125,17 @@ def require_known(stack: str, calibration: Calibration) -> str:
             return measured.get(spelling, spelling)
     hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
     if (sharding := SHARDING.get(name)) is not None:
-        hint = f"it is a sharding: --sharding {sharding}, with --stack torchtitan or accelerate"
+        usual = [name for name, engine in ENGINES.items() if _is_usual(engine, sharding)]
+        hint = f"it is a sharding: --sharding {sharding}, with --stack {' or '.join(usual[:2])}"
     if name in EXPORTS:
         hint = f"it is a release that settings are written for: --export {name}, without --stack"
     raise UserError("unknown stack", field="stack", value=stack, hint=hint)
+
+
+def _is_usual(engine: Engine, sharding: str) -> bool:
+    """Return whether an engine that settings are written for shards so where nobody says."""
+    is_exported = any(exported.export.predicted_as == engine.name for exported in EXPORTS.values())
+    return is_exported and engine.habits.sharding == sharding
 
 
 def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:

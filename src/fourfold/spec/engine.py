@@ -154,6 +154,7 @@ class SettingsExport:
     title: str = ""  # what people call it, where that is not its name
     before: str = ""  # the newer release, which comes first where both can run a layout
     on_demand: bool = False  # named only where somebody asks for it
+    user_script: bool = False  # the model and the loop are a script of the user's
     # Names of flags that the newest release has renamed, as they were.
     older_flags: dict[str, str] = field(default_factory=dict)
     plain_queries: bool = True  # latent attention leaves queries without a norm where it has none
@@ -292,6 +293,8 @@ def _exported(folder: str, name: str, table: Mapping[str, Any]) -> Engine:
 READERS: dict[str, str] = {
     name: f"{_folder_of(name)}.{own['reader']}" for name, own in _TABLES.items() if "reader" in own
 }
+# Patterns of what only one engine's traces have in names of groups, marks and operators.
+TRACES: dict[str, str] = {name: own["trace"] for name, own in _TABLES.items() if "trace" in own}
 # By the engine's distribution: its adapter, and the folder that it is in.
 ADAPTERS: dict[str, tuple[str, EngineAdapter]] = {
     own["adapter"]["package"]: (

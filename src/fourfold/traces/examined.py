@@ -35,7 +35,7 @@ from fourfold.traces.scope import (
     without_training,
     without_weights,
 )
-from fourfold.traces.settings import Setting, infer, preset_of, whole_sizes
+from fourfold.traces.settings import Setting, infer, preset_of, shards_weights, whole_sizes
 from fourfold.traces.shapes import Shapes, shapes_of
 
 NEEDED = ("hidden", "heads", "vocab", "layers", "seq_len", "micro_batch")
@@ -78,7 +78,7 @@ def _policy(value: dict[str, Any]) -> dict[str, Any]:
     policy["recompute"] = value.get("recompute", "none")
     if value.get("sharding"):
         policy["sharding"] = value["sharding"]
-    elif value.get("engine") in ("torchtitan", "fsdp2") and value.get("dp", 1) > 1:
+    elif shards_weights(value.get("engine", "")) and value.get("dp", 1) > 1:
         policy["sharding"] = "zero3"
     return policy
 

@@ -18,6 +18,7 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.examined import Examined
+from fourfold.traces.settings import shards_weights
 
 # Against the rate that the planner fits to whole steps, which pays for the gaps between kernels:
 # products of 1b and 8b models in traces of an H200 take 0.91 to 0.93 of it.
@@ -212,7 +213,7 @@ def _added_s(run: Examined, c: Columns) -> float:
 def _params(run: Examined, spec: RunSpec) -> RankParams:
     """Of the first rank, with its share of the experts."""
     length = spec.batch.seq_len
-    is_sharded = run.value("engine") in ("torchtitan", "fsdp2")
+    is_sharded = shards_weights(run.value("engine", ""))
     return rank_params(
         spec.model,
         spec.layout,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.spec import catalog
+from fourfold.spec.engine import TRACES, engine_of
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import OURS
 from fourfold.traces import parts
@@ -18,6 +19,8 @@ from fourfold.traces.counted import Counts
 from fourfold.traces.linked import Linked
 from fourfold.traces.placing import Placed, axis_sizes, descriptions, world_size
 from fourfold.traces.shapes import Shapes
+
+FSDP2 = "fsdp2"  # among the wrappers of data/traces.toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,18 @@ def _engine(linked: Linked) -> tuple[str, str]:
         ([mark.name for mark in trace.marks[:2000]], "marks"),
         (trace.texts, "operators"),
     ):
-        for engine, pattern in parts.NAMES["engines"].items():
+        for engine, pattern in (TRACES | parts.NAMES["wrappers"]).items():
             hit = next((name for name in names if re.search(pattern, name)), None)
             if hit is not None:
                 return engine, f"{where}: {hit[:40]}"
     return "", ""
+
+
+def shards_weights(engine: str) -> bool:
+    """Return whether runs of an engine, or of torch's wrapper alone, divide their weights with
+    FSDP2 where nobody says otherwise."""
+    habits = engine_of(engine).habits
+    return engine == FSDP2 or (habits.counted and habits.sharding == "zero3")
 
 
 def _tied(linked: Linked, shapes: Shapes, counts: Counts, steps: int) -> tuple[bool, str]:

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.adapter import Adapter, Look, known_fields
-from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part
-from fourfold.conformance.ranks.shims import (
+from fourfold.backends.megatron.shims import (
     ContextAttention,
-    cuda_means_cpu,
     megatron_seeds,
     norm_for_sequences,
 )
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.ranks.adapter import Adapter, Look, known_fields
+from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, Part
+from fourfold.conformance.ranks.shims import cuda_means_cpu
 
 if not torch.cuda.is_available():
     cuda_means_cpu()

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from fourfold.backends.torchtitan.shims import titan_on_cpu
 from fourfold.conformance.cell import SHARDED, Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.reference import CLIP, LR
-from fourfold.conformance.ranks.shims import Nothing, titan_on_cpu
+from fourfold.conformance.ranks.shims import Nothing
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # flex attention is compiled while the module loads
 if not torch.cuda.is_available():

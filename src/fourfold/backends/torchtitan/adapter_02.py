@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fourfold.backends.torchtitan.adapter import Titan
+from fourfold.backends.torchtitan.shims import cpu_permutation
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.reference import BETAS, DECAY, EPS, LR
 from fourfold.conformance.ranks.shims import (
     cpu_histogram,
-    cpu_permutation,
     gathered_attention,
     local_attention,
 )

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fourfold.backends.torchtitan.adapter import Titan
-from fourfold.conformance.cell import Cell
-from fourfold.conformance.ranks.reference import ADAMW
-from fourfold.conformance.ranks.shims import (
-    cpu_histogram,
+from fourfold.backends.torchtitan.shims import (
     dense_flex_attention,
     micro_batch_lists,
     ungrouped_experts,
 )
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.ranks.reference import ADAMW
+from fourfold.conformance.ranks.shims import cpu_histogram
 
 
 class Titan3(Titan):

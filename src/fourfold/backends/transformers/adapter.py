@@ -15,7 +15,6 @@ from torch import Tensor
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look
 from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, STEPS, batch, local
-from fourfold.conformance.ranks.shims import tensor_ranks_on_cpu
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
@@ -37,6 +36,13 @@ NAMES = {
     "mlp.gate.weight": "router",
     "mlp.experts.down_proj": "edown",
 }
+
+
+def tensor_ranks_on_cpu() -> None:
+    """accelerate takes tensor ranks of several devices only; CPU processes are none to it."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 
 
 class TokenRows(torch.utils.data.Dataset):

@@ -1,20 +1,16 @@
-"""Every line that makes an engine run where it was not made to, with its reason. None touches
-arithmetic that is compared, but for the stand-ins at the end, which are named in every answer."""
+"""What makes engines run where they were not made to, with the reason of each line; what only one
+of them needs lies in its own folder. Nothing here touches arithmetic that is compared, but for the
+stand-ins at the end, which every answer names."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
-import sys
-import types
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -158,45 +154,6 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
     return s.softmax(-1) @ v
 
 
-class SequenceNorm(nn.RMSNorm):
-    """Stand-in 'norm' for TENorm: Megatron's own torch norm refuses sequence parallelism."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
-        said: Any = self.weight
-        said.sequence_parallel = config.sequence_parallel  # as TENorm says it
-
-
-def norm_for_sequences() -> None:
-    import megatron.core.transformer.torch_norm as torch_norm
-
-    torch_norm.WrappedTorchNorm.__new__ = lambda cls, **kw: SequenceNorm(**kw)
-
-
-class ContextAttention(nn.Module):
-    """Stand-in 'attention' for TEDotProductAttention, the only one of Megatron that takes cp."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_context_parallel_group()
-        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))  # from tokens, batch, heads, channels
-        return gathered_attention(q, k, v, group).permute(2, 0, 1, 3).flatten(2)
-
-
-def megatron_seeds() -> None:
-    """Megatron keeps a CUDA generator of its own for dropout, which is 0 here."""
-    import megatron.core.tensor_parallel.random as random
-
-    if not torch.cuda.is_available():
-        random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-        random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    random.model_parallel_cuda_manual_seed(1)
-
-
 class Gathered(torch.autograd.Function):
     """All ranks' tokens (dimension 2) in rank order. Not torch's own differentiable all_gather:
     over gloo its backward reads a gradient that is not contiguous as if it were."""
@@ -213,87 +170,3 @@ class Gathered(torch.autograd.Function):
         grad = grads[0].contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad.chunk(dist.get_world_size(ctx.group), 2)[dist.get_rank(ctx.group)], None
-
-
-def dense_flex_attention() -> None:
-    """Stand-in 'flex', which has no backward on CPU: the same scores by the engine's own mask."""
-    import torchtitan.models.common.attention as attention
-    from torch.nn.attention.flex_attention import create_mask
-
-    def dense(
-        q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
-    ) -> tuple[Tensor, None]:
-        sizes = (q.shape[0], 1, q.shape[2], k.shape[2])
-        kw = {"attn_mask": create_mask(block_mask.mask_mod, *sizes, device="cpu"), "scale": scale}
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **kw), None
-
-    attention.FlexAttention.compiled_flex_attn = staticmethod(dense)
-
-
-def ungrouped_experts() -> None:
-    """Stand-in 'experts', whose grouped product is for CUDA only: rows of A, grouped by their ends,
-    times B_t of their expert. The cast to bf16 for that kernel is left out."""
-    import torchtitan.models.common.moe as moe
-
-    def products(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        ends = [0, *offs.tolist()]
-        parts = [A[low:high] @ B_t[e] for e, (low, high) in enumerate(itertools.pairwise(ends))]
-        return torch.cat([*parts, A.new_zeros(A.shape[0] - ends[-1], B_t.shape[-1])])
-
-    tensor: Any = torch.Tensor
-    tensor.bfloat16 = lambda self: self
-    moe.GroupedExperts._grouped_mm = products
-
-
-def micro_batch_lists() -> None:
-    """torchtitan 0.3 gives a schedule lists of micro batches, which torch takes from 2.14 on; what
-    older ones make of a whole batch is handed to the same function."""
-    from torch.distributed.pipelining import schedules
-
-    def step(self: Any, **kw: Any) -> None:
-        for stage in getattr(self, "_stages", None) or [self._stage]:
-            stage.has_backward = self._has_backward
-            stage.clear_runtime_states()
-        self._step_microbatches(**kw)
-
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        if "arg_mbs" not in inspect.signature(kind.step).parameters:
-            kind.step = step
-
-
-def nothing_compiled() -> None:
-    """DeepSpeed compiles C++ on first use: a shared-memory all-reduce, which gloo does too, and the
-    two functions of torch that join and split tensors."""
-    import deepspeed.runtime.engine as engine
-    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-    comm: Any = sys.modules["deepspeed.comm.torch"]  # as an attribute it is torch itself
-    comm.build_shm_op = lambda: None
-    joins = {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}
-    engine.UtilsBuilder = lambda: types.SimpleNamespace(load=lambda: types.SimpleNamespace(**joins))
-
-
-def tensor_ranks_on_cpu() -> None:
-    """accelerate takes tensor ranks of several devices only; CPU processes are none to it."""
-    from accelerate.parallelism_config import ParallelismConfig
-
-    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
-
-
-def titan_on_cpu() -> None:
-    """torchtitan decides once, while it loads, that it runs on CUDA; its files copy the answer."""
-    import torchtitan.tools.utils  # noqa: F401  (loads most of them)
-
-    cpu: Any = torch.cpu
-    cpu.set_stream = getattr(cpu, "set_stream", lambda stream: None)  # it asks for the name
-    modules: list[tuple[str, Any]] = list(sys.modules.items())
-    for name, module in modules:
-        if name.startswith("torchtitan") and getattr(module, "device_type", "") == "cuda":
-            module.device_type, module.device_module = "cpu", cpu
-
-
-def cpu_permutation() -> None:
-    """torchtitan 0.2 has a CPU form of its permutation that none of its options reaches."""
-    import torchtitan.models.moe.utils as utils
-
-    utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)

@@ -24,6 +24,7 @@ from fourfold.cost.table.cells import Engines
 from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
+from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.spec.layout import MODEL_AXES
 
@@ -102,15 +103,7 @@ Bools = NDArray[np.bool_]
 # (rows of each table that are scored, rows of each that are left out)
 Fold = tuple[list[Bools], list[Bools]]
 FOLDS = 5
-BY_TABLE: dict[str, tuple[str, ...]] = {
-    "mpt": ("model", "hardware"),
-    "bloom": ("d_model", "n_heads"),
-    "par4d": ("hardware", *MODEL_AXES, "seq_len"),
-    "nanotron": ("model", "tp", "pp"),
-    "aleph": ("tp", "pp", "seq_len", "n_gpus"),
-    "newer": ("source", "model", "hardware", "precision", "n_gpus"),
-}
-OTHER = ("model", "n_layers", "d_model", "n_heads", "hardware", "seq_len", *MODEL_AXES)
+BY_TABLE: dict[str, list[str]] = catalog.data("folds.toml")
 # In folds along an axis only rows whose stack and cluster keep some rows are scored: the others are
 # a source left out.
 AXES = (*MODEL_AXES, "dp", "nodes", "size", "seq", "model", "world")
@@ -121,7 +114,7 @@ NEIGHBOURHOODS, MANY_ROWS = 8, 30
 
 def folds(table: RowTable) -> NDArray[np.int64]:
     """Fold of every row by layout, 0..4."""
-    names = BY_TABLE.get(table.name, OTHER)
+    names = BY_TABLE.get(table.name, BY_TABLE["other"])
     values = zip(*(table.column(name) for name in names), strict=True)
     return np.array([_hash("|".join(row)) % FOLDS for row in values], dtype=np.int64)
 

@@ -20,7 +20,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.plan_answer import Choice
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.engine import FOLDER, Engine, EngineHabits, engine_of
+from fourfold.spec.engine import EXPORTS, FOLDER, Engine, EngineHabits, engine_of
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
@@ -198,7 +198,8 @@ def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
         if variant not in choices.get("variants", ())
     )
     if lacking:
-        hint = "--export accelerate or deepspeed, where the model is your script"
+        scripts = [name for name, engine in EXPORTS.items() if engine.export.user_script]
+        hint = f"--export {' or '.join(scripts)}, where the model is your script"
         rule = f"needs {lacking}, for which --export {engine} has no settings"
         raise UserError(rule, field="model", value=model.name, hint=f"use {hint}")
     rest = {name: values for name, values in choices.items() if name != "variants"}
