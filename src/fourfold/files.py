@@ -108,8 +108,8 @@ def read_bytes(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TE
 
 
 def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STORED_BYTES) -> bytes:
-    """A file that fourfold wrote: a regular file under its own name. Links, pipes and devices in
-    its place are refused, so that a stored folder leads nowhere else and nothing waits."""
+    """A file that fourfold wrote: a regular file. Pipes and devices in its place are refused, so
+    that nothing waits."""
     return _read(path, field, max_bytes, own=True)
 
 
@@ -120,7 +120,7 @@ def open_stream(path: str | Path, *, field: str = "file") -> io.BufferedReader:
 
 
 def open_own(path: str | Path, *, field: str = "file") -> io.BufferedReader:
-    """Return a buffered stream of a file that fourfold wrote: regular, under its own name."""
+    """Return a buffered stream of a file that fourfold wrote, a regular one."""
     return _open(path, field, math.inf, _STREAM_BYTES, own=True)
 
 
@@ -154,11 +154,8 @@ def _open(
 ) -> io.BufferedReader:
     # A named pipe without a writer would block for ever; without blocking it reads as empty.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    flags |= getattr(os, "O_NOFOLLOW", 0) if own else 0
     try:
         require_within(path)
-        if own and os.path.islink(path):
-            _refuse(_LINK, path, field)
         handle = os.open(path, flags)
         try:
             problem = _problem(handle, path, max_bytes, own=own)
@@ -177,9 +174,6 @@ def _open(
 
 def _refuse(problem: tuple[str, str], path: str | Path, field: str) -> NoReturn:
     raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
-
-
-_LINK = ("is a symbolic link", "replace it by the file itself")
 
 
 def _too_large(max_bytes: float, *, own: bool) -> tuple[str, str]:

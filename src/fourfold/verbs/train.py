@@ -102,7 +102,6 @@ def _asked(
 ) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
     hint = "name a folder for it, as --out trained"
     folder = TrainingFolder(check.given(request.out, "out", hint))
-    folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
         with folder.locked(), exclusive(folder.root):
             end_killed(folder, on_event)
@@ -158,7 +157,6 @@ def _job(
 
 def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> TrainingState:
     folder = TrainingFolder(path)
-    folder.must_be_plain()
     table = folder.described()
     why = "is not a training folder: it has no train.toml"
     check.that(table, "show", path, why, "pass the --out of a 'fourfold train'")

@@ -175,7 +175,7 @@ def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent)
     """From nothing, unless a checkpoint is asked for."""
     hint = "omit --resume to start from scratch"
     check.that(not request.resume, "out", str(folder.root), "has no intact checkpoint", hint)
-    if stored.kind_of(folder.metrics) and stored.size_of(folder.metrics):
+    if folder.metrics.exists() and stored.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")
         renamed = folder.metrics.rename(stored.free_name(old))
         on_event(Event(f"no checkpoint yet: starting over, the curve is kept as {renamed}"))

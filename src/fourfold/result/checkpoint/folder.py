@@ -116,7 +116,6 @@ def saving_folder(root: Path, step: int) -> Path:
 def read(folder: Path) -> Checkpoint:
     """A checkpoint by its folder, with a reason when it is none or not whole."""
     try:
-        stored.must_be(folder, "a folder")
         state = _state(stored.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES))
         checkpoint = Checkpoint(folder, state)
         named = _NAME.fullmatch(folder.name)
@@ -228,7 +227,6 @@ def damaged(root: Path) -> list[tuple[str, UserError]]:
 
 
 def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
-    stored.must_be(root, "a folder", may_lack=True)
     named = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name))
     for path in sorted(named, key=lambda p: (len(p.name), p.name)):
         try:
@@ -251,7 +249,7 @@ def clear_leftovers(root: Path) -> int:
 
 def _remove(path: Path) -> None:
     """A folder with what is in it; of a link, the link."""
-    if stored.kind_of(path) == "a folder":
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -281,12 +279,12 @@ def publish(
 
 def _make_room(final: Path) -> None:
     """The same step again, after going back to an earlier one: a whole one goes, others stay."""
-    if not stored.kind_of(final):
+    if not os.path.lexists(final):
         return
     try:
         _discard(read(final).folder)
     except UserError as error:
-        if stored.kind_of(final) == "a folder":
+        if final.is_dir():
             move_apart(final, error.rule)
         else:
             os.rename(final, stored.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
@@ -297,4 +295,4 @@ def _discard(folder: Path) -> None:
     hidden = folder.with_name(f"{_HIDDEN[1]}{folder.name}")
     _remove(hidden)
     os.rename(folder, hidden)
-    shutil.rmtree(hidden)
+    _remove(hidden)

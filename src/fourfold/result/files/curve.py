@@ -96,7 +96,7 @@ def _point(line: bytes) -> Point | None:
 
 def parse(path: Path) -> Curve:
     """All there is. Only a newline ends a line."""
-    if not stored.kind_of(path):
+    if not path.exists():
         return Curve()
     points: list[Point] = []
     good: list[bytes] = []

@@ -35,10 +35,7 @@ _MOST_BYTES = 256 * 2**20  # 150,000 runs
 
 def stamp(path: Path) -> list[int]:
     """Changes whenever the file does: nobody can set the time of its last change of state."""
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise UserError(f"{path.name} is {kind}", hint="replace it by the run's own file")
+    status = os.stat(path)
     return [status.st_mtime_ns, status.st_ctime_ns, status.st_size]
 
 
@@ -48,12 +45,10 @@ class RunIndex:
     def __init__(self, root: Path, warn: Callable[[str], None]) -> None:
         self.path, self._warn = root / INDEX, warn
         self._fresh: dict[str, list[Any]] = {}
-        plain_file = self.path.is_file() and not self.path.is_symlink()
-        self._usable = plain_file or not os.path.lexists(self.path)
         self._known = self._read()
 
     def _read(self) -> dict[str, Any]:
-        if not os.path.lexists(self.path):
+        if not self.path.exists():
             return {}
         try:
             data = read_stored(self.path, field="index", max_bytes=_MOST_BYTES)
@@ -81,7 +76,7 @@ class RunIndex:
 
     def write(self, names: list[str]) -> None:
         """Only what is new is worth a write; a store that can only be read works without."""
-        if not self._fresh or not self._usable:
+        if not self._fresh:
             return
         runs = self._known | self._fresh
         listed = {name: runs[name] for name in names if name in runs}

@@ -1,5 +1,5 @@
-"""Files in folders of ours, which somebody else may have put there: regular files only, never
-through a link, never more bytes than expected; and JSON that carries its own checksum.
+"""Files of stored runs and trainings: regular ones, never more bytes than expected; and JSON that
+carries its own checksum.
 
 The last line of a sealed file is the crc32 of all bytes before it; older files have none. A
 checksum finds damage and edits, not who wrote a file: what comes back is checked like any input.
@@ -22,16 +22,6 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.spec import texts
 
-_KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-_MOVE_AWAY = "move it away; nothing was read through it"
-
 
 class NotWholeError(UserError):
     """Bytes are missing, or are not those that were written."""
@@ -41,49 +31,31 @@ class UnreadableError(UserError):
     """It can't be read by this version, this user or this kind of access; no byte need be wrong."""
 
 
-def kind_of(path: Path) -> str:
-    """'file', 'a folder', 'a link', ...; '' where there is nothing. Links are not followed."""
-    try:
-        mode = os.lstat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except (OSError, ValueError) as error:
-        raise _refused(path, error) from None
-    return next((words for test, words in _KINDS if test(mode)), "file")
-
-
-def must_be(path: Path, kind: str, *, may_lack: bool = False) -> None:
-    """Refuse anything but 'file' or 'a folder'."""
-    actual = kind_of(path)
-    if actual == kind or (may_lack and not actual):
-        return
-    if not actual:
-        raise NotWholeError("is missing", field="file", value=str(path))
-    names = {"file": "a regular file"}
-    rule = f"is {names.get(actual, actual)}, where {names.get(kind, kind)} belongs"
-    raise UnreadableError(rule, field="file", value=str(path), hint=_MOVE_AWAY)
-
-
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file and its size."""
     files.require_within(path)
     try:
         # A pipe without a writer would block the opening, and a device be read without end.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(path, flags)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise _refused(path, error) from None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
+    try:
+        size = _regular_size(path, os.fstat(handle))
+    except UserError:
         os.close(handle)
-        must_be(path, "file")
-        raise UnreadableError("is not a regular file", field="file", value=str(path))
+        raise
     with os.fdopen(handle, "rb", buffering=0) as stream:
         try:
-            yield stream, status.st_size
+            yield stream, size
         except OSError as error:
             raise _refused(path, error) from None
+
+
+def _regular_size(path: Path, status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableError("is not a regular file", field="file", value=str(path))
+    return status.st_size
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -107,32 +79,25 @@ def take(stream: BinaryIO, size: int) -> bytes:
 
 def size_of(path: Path) -> int:
     """Of a regular file, without opening it."""
-    must_be(path, "file")
     try:
-        return os.lstat(path).st_size
+        return _regular_size(path, os.stat(path))
     except OSError as error:
         raise _refused(path, error) from None
 
 
 def appending(path: Path) -> BinaryIO:
-    """A regular file to add to; a link there is refused."""
+    """A file to add to."""
     files.require_within(path, writes=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags, 0o666)
+        return open(path, "ab")
     except OSError as error:
-        must_be(path, "file", may_lack=True)
         raise files.refused(error, path, field="file", verb="written") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        must_be(path, "file")
-    return os.fdopen(handle, "ab")
 
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path.2`, `path.3`, ... that nothing has."""
     tried, number = path, 1
-    while kind_of(tried):
+    while os.path.lexists(tried):
         number += 1
         tried = path.with_name(f"{path.name}.{number}")
     return tried
@@ -145,9 +110,6 @@ def _refused(path: Path, error: OSError | ValueError) -> UserError:
         return NotWholeError("is missing", **where)
     if number == errno.EIO:
         return NotWholeError("cannot be read from disk (Input/output error)", **where)
-    if number == errno.ELOOP:
-        rule = "is a symbolic link, where a regular file belongs"
-        return UnreadableError(rule, **where, hint=_MOVE_AWAY)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = "fix that and start again; nothing is lost"
     return UnreadableError(f"cannot be read ({reason})", **where, hint=hint)

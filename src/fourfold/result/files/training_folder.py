@@ -38,8 +38,6 @@ _FREE_SETTINGS = (
 )
 # What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
-_FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
-_FOLDERS = ("checkpoints", "job", "tensorboard", "traces", "wandb", ".before-fresh")
 _MAX_DESCRIPTION_BYTES, _MAX_HOLDER_BYTES = 2**24, 2**10
 
 
@@ -56,7 +54,6 @@ class TrainingFolder:
     def locked(self) -> Iterator[None]:
         """Held until the process ends, however it ends: a lock on the file itself, so that another
         way to the same folder meets it too."""
-        self.must_be_plain()
         path = self.root / "lock"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -69,22 +66,13 @@ class TrainingFolder:
             rule = f"is in use by another training run ({holder})"
             raise self._refused(rule, "wait for it, or choose another folder")
         try:
-            if path.stat().st_nlink == 1:  # else it may be another file's content
-                path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
             yield
         finally:
             lock.release()
 
     def _refused(self, rule: str, hint: str) -> UserError:
         return UserError(rule, field="out", value=str(self.root), hint=hint)
-
-    def must_be_plain(self) -> None:
-        """Refuse links and other things where files and folders of a training belong: what is
-        written, deleted or read through them would lie elsewhere."""
-        for name in _FILES:
-            stored.must_be(self.root / name, "file", may_lack=True)
-        for name in _FOLDERS:
-            stored.must_be(self.root / name, "a folder", may_lack=True)
 
     def describe(self, spec: RunSpec, settings: TrainSettings) -> None:
         plain = codec.dump(spec) | {"train": codec.encode(settings)}
@@ -94,7 +82,7 @@ class TrainingFolder:
 
     def described(self) -> dict[str, Any]:
         """The table of train.toml; empty without one."""
-        if not stored.kind_of(self.description):
+        if not self.description.exists():
             return {}
         content = stored.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
         try:
