@@ -32,6 +32,7 @@ from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 from fourfold.verbs.plan import plan
+from fourfold.verbs.predict import predict_table
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.specs import run_spec
@@ -157,6 +158,17 @@ def test_a_row_says_where_its_experts_lie(tmp_path: Path) -> None:
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
     total = float((c.layers * sum(kind.count(c) for kind in KINDS.values()))[0]) + 2 * 129280 * 7168
     assert total == pytest.approx(671.0e9, rel=2e-3)
+
+
+def test_experts_on_an_undescribed_cluster_are_priced_as_on_those_like_it(tmp_path: Path) -> None:
+    own = {"cluster": "aws-p5", "hardware": "h100-80gb", "gpus_per_node": "8"}
+    parsed(tmp_path, ROW | own | {"recompute_modules": ""})
+    machine = replace(usual_cluster(catalog.device("h100-80gb"), 256), name="aws-p5")
+    table = str(tmp_path / "rows.csv")
+    (by_name,), (by_machine,) = (predict_table(table, cluster=c).rows() for c in (None, machine))
+    assert by_name["provenance"] == by_machine["provenance"] == "near"
+    prices = ("step_s", "mem_gb", "fit_chance")
+    assert [by_name[n] for n in prices] == [by_machine[n] for n in prices]
 
 
 def test_a_row_that_recomputes_something_or_did_not_fit_otherwise(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, notes, warnings
+from fourfold.search.rows import resolve_rows
 from fourfold.spec import check
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
 from fourfold.units import counted
 from fourfold.verbs import Answer, measured
 from fourfold.verbs.machine import known_cluster, read_calibration
-from fourfold.verbs.predict import name_measured_stacks
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
 _SUGGESTED = (
@@ -95,7 +95,7 @@ def _read(path: str, on_event: OnEvent, known: Calibration | None = None) -> Row
     engines of its rows by the names of stacks that a calibration knows."""
     table = read_table(path)
     if known is not None:
-        name_measured_stacks(table, known)
+        resolve_rows(table, known)
     if wrong := impossible(table):
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         warnings(on_event)(f"{path}: not used, as not {door.POSSIBLE}: {some}")

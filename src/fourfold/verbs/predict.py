@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack, overload
 
-from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
 from fourfold.cost.memory.unseen import Unseen, unseen_parts
-from fourfold.cost.table.cells import is_whole, number
-from fourfold.cost.table.predict import FIELDS, Finder, RowPredictions
+from fourfold.cost.table.predict import FIELDS, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
-from fourfold.cost.table.reference import RowTable, read_table
+from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
@@ -31,11 +29,8 @@ from fourfold.result.report import Prediction
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import anywhere
 from fourfold.search.predict import predict as predict_specs
-from fourfold.search.query import usual_cluster
-from fourfold.search.resolve import match_engine, resolve
-from fourfold.spec import Cluster, RunSpec, catalog, codec
-from fourfold.spec.catalog import generation_of
-from fourfold.spec.engine import MeasuredAs
+from fourfold.search.rows import resolve_rows
+from fourfold.spec import Cluster, RunSpec, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import AnyRun, run_of
 from fourfold.spec.words import OURS
@@ -192,12 +187,12 @@ def predict_table(
                 "gpus_per_node": str(place.host_gpus),
             }
             table.texts.update({name: [cell] * table.length for name, cell in cells.items()})
-        notes = name_measured_stacks(table, known, place)
+        engines = resolve_rows(table, known, place)
         rows = parse(table, {place.name.lower(): place} if place else {})
-        answers = predict_rows(rows, known, _finder(known, place))
+        answers = predict_rows(rows, known, [row.priced for row in engines])
         reasons = [
-            "; ".join(filter(None, (note, reason)))
-            for note, reason in zip(notes, answers.reasons, strict=True)
+            "; ".join(filter(None, (row.note, reason)))
+            for row, reason in zip(engines, answers.reasons, strict=True)
         ]
         answers = replace(answers, reasons=reasons)
     finally:
@@ -211,60 +206,6 @@ def predict_table(
         fit=int((chance > SURE).sum()),
         may_fit=int(((chance >= REFUSED) & (chance <= SURE)).sum()),
     )
-
-
-def _finder(known: Calibration, place: Cluster | None) -> Finder:
-    """Coefficients as the planner finds them."""
-
-    def find(runs: MeasuredAs, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
-        if runs.experts and place is None:  # a site, not a machine
-            return known.entry(runs, cluster, generation_of(hardware))
-        engine = resolve(runs, place or _row_machine(cluster, hardware, gpus), known)
-        return engine.entry, engine.no_rows
-
-    return find
-
-
-def _row_machine(cluster: str, hardware: str, gpus: int) -> Cluster:
-    """Return the machine of a row; a cluster that nobody described has usual links."""
-    name = cluster.strip().lower()
-    if name in catalog.cluster_names():
-        return catalog.cluster(name, gpus)
-    return replace(usual_cluster(catalog.device(hardware), gpus), name=name or "unnamed")
-
-
-def name_measured_stacks(
-    table: RowTable, known: Calibration, place: Cluster | None = None
-) -> list[str]:
-    """Name in every row the measured stack that 'plan' would take for its engine, its release and
-    its machine; return what to say of it. Engines that nobody knows keep their names."""
-    columns = ("stack", "engine_release", "cluster", "hardware", "n_gpus", "experts")
-    cells = list(zip(*map(table.column, columns), strict=True))
-    measured = {key: _measured_stack(key, known, place) for key in set(cells)}
-    table.texts["stack"], table.texts["engine_release"], notes = (
-        list(column) for column in zip(*(measured[key] for key in cells), strict=True)
-    )
-    return notes
-
-
-def _measured_stack(
-    key: tuple[str, ...], known: Calibration, place: Cluster | None
-) -> tuple[str, str, str]:
-    """(stack, release that is left to its row's reader, note)"""
-    stack, release, cluster, hardware, gpus, experts = key
-    asked, size, release = stack.strip(), number(gpus), release.strip()
-    try:
-        dated = str(MeasuredAs.of(asked).released(release)) if release else asked
-        has_dated = dated.lower() in known.engines
-        machine = place or _row_machine(cluster, hardware, int(size) if is_whole(size) else 1)
-        name = match_engine(
-            dated if has_dated else asked, machine, known, experts=number(experts) > 0
-        ).stack
-    except UserError:  # of an engine, a release or a machine that the reader of rows judges
-        return stack, release, ""
-    notes = [f"stack {asked} read as {name}" if name.lower() != asked.lower() else ""]
-    notes += [f"release {release} was not measured" if release and not has_dated else ""]
-    return name, "", "; ".join(filter(None, notes))
 
 
 _LIMITS = Limits(start_s=1800.0, step_s=1800.0)

@@ -5,7 +5,7 @@ Rows are grouped by calibration and answered a few thousand at a time, to stay i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from fourfold.cost.predict import predictions
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.engine import MeasuredAs, engine_of, is_known
+from fourfold.spec.engine import engine_of, is_known
 
 CHUNK = 8192
 FIELDS = (
@@ -59,11 +59,15 @@ class RowPredictions:
     provenance: list[str]
 
 
-# (engine, cluster, hardware, GPUs) -> coefficients, and why they are not this machine's own
-Finder = Callable[[MeasuredAs, str, str, int], tuple[FittedStack, str]]
+# Coefficients of a row, and why they are not its machine's own.
+Priced = tuple[FittedStack, str]
 
 
-def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) -> RowPredictions:
+def predict(
+    rows: Rows, calibration: Calibration, priced: Sequence[Priced | None] = ()
+) -> RowPredictions:
+    """Predict every usable row; `priced`: by these coefficients, row by row, in place of the
+    calibration's entry of its key."""
     n = rows.table.length
     out = {
         name: np.full(n, np.nan)
@@ -71,7 +75,7 @@ def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) ->
     }
     unstated = _unstated(rows.table)
     reasons, words = list(rows.reasons), [""] * n
-    for index, entry, why in entries_of(rows, calibration, find):
+    for index, entry, why in entries_of(rows, calibration, priced):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             for i, text, word in zip(part, *_answer(rows, part, entry, out), strict=True):
@@ -109,30 +113,24 @@ def _unstated(table: RowTable) -> NDArray[np.bool_]:
 
 
 def entries_of(
-    rows: Rows, calibration: Calibration, find: Finder | None = None
+    rows: Rows, calibration: Calibration, priced: Sequence[Priced | None] = ()
 ) -> Iterator[tuple[NDArray[np.intp], FittedStack, str]]:
-    """(rows, entry, reason) per engine and machine; `find` knows machines that a table does not."""
-
-    def by_name(
-        runs: MeasuredAs, cluster: str, hardware: str, gpus: int
-    ) -> tuple[FittedStack, str]:
-        return calibration.entry(runs, cluster, generation_of(hardware))
-
-    sizes = rows.columns.gpus.astype(np.int64).tolist() if find else [0] * rows.table.length
-    labels = zip(
-        rows.measured_as.tolist(),
-        rows.cluster.tolist(),
-        rows.hardware.tolist(),
-        sizes,
-        strict=True,
+    """Yield (rows, entry, reason) of rows with the same coefficients."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    keys = zip(
+        rows.measured_as.tolist(), rows.cluster.tolist(), rows.hardware.tolist(), strict=True
     )
-    places: dict[tuple[MeasuredAs, str, str, int], list[int]] = {}
-    for i, label in enumerate(labels):
+    for i, key in enumerate(keys):
         if rows.usable[i]:
-            places.setdefault(label, []).append(i)
-    for label, index in places.items():
-        entry, why = (find or by_name)(*label)
-        yield np.array(index), entry, why
+            known = priced[i] if priced else None
+            groups.setdefault((id(known[0]), known[1]) if known else key, []).append(i)
+    for index in groups.values():
+        first = index[0]
+        known = priced[first] if priced else None
+        if known is None:
+            generation = generation_of(str(rows.hardware[first]))
+            known = calibration.entry(rows.measured_as[first], str(rows.cluster[first]), generation)
+        yield np.array(index), *known
 
 
 def _answer(
