@@ -122,3 +122,16 @@ def test_dispatcher_that_the_cluster_lacks_is_refused() -> None:
 def test_export_header_names_what_the_seconds_assume() -> None:
     written = export(replace(EXPERTS, export="megatron"))
     assert "# assumes HybridEP and CUDA graphs of attention and router" in written.files["run.sh"]
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "llama-3.1-8b"])
+def test_unnamed_engine_is_priced_as_its_short_name_for_models_with_experts(model: str) -> None:
+    """Where runs with experts were measured, the engine with most of them is the default, not the
+    one with most dense runs, which may lack their dispatchers."""
+    request = PlanRequest(
+        model=model, cluster="nvidia-h100", gpus=16, seq_len=4096, global_batch=256, top=1
+    )
+    unnamed, megatron = (
+        fourfold.plan(replace(request, stack=stack)).best for stack in (None, "megatron")
+    )
+    assert (unnamed == megatron) is (model == "qwen3-30b-a3b")

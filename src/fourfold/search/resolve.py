@@ -14,7 +14,16 @@ from fourfold.errors import UserError, nearest
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import ENGINES, EXPORTS, GENERIC, Engine, MeasuredAs, engine_of, spelt
+from fourfold.spec.engine import (
+    ENGINES,
+    EXPORTS,
+    GENERIC,
+    Engine,
+    MeasuredAs,
+    engine_of,
+    site_of,
+    spelt,
+)
 from fourfold.spec.words import SHARDING, SHARDINGS
 
 ALIKE = 1.1  # rates of links within 10%
@@ -55,8 +64,15 @@ def resolve(
     return _priced(stack, cluster, calibration, experts=experts)
 
 
-def default_engine(cluster: Cluster, calibration: Calibration) -> MeasuredAs:
-    """Return the engine with most measured runs on the cluster, else no engine in particular."""
+def default_engine(
+    cluster: Cluster, calibration: Calibration, *, experts: bool = False
+) -> MeasuredAs:
+    """Return the engine with most measured runs on the cluster, else no engine in particular; for
+    a model with `experts` the one with most runs of such models there, if there are any."""
+    routed = [entry for entry in calibration.routed if entry.cluster == site_of(cluster.name)]
+    if experts and routed:
+        most = max(routed, key=lambda entry: (entry.rows_time, entry.stack))
+        return match_engine(most.measured_as.engine, cluster, calibration, experts=True)
     local = [entry for entry in calibration.dense if entry.cluster == cluster.name]
     if not local:
         return MeasuredAs(GENERIC)

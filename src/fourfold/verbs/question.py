@@ -175,7 +175,7 @@ def _engines_to_try(
     if request.stack or request.export:
         return [_implied_stack(request)]
     if cluster.name in known.clusters:
-        return [default_engine(cluster, known).stack]
+        return [default_engine(cluster, known, experts=bool(model.moe)).stack]
     needed = named & {*MODEL_AXES} | {ax for ax in EXPERT_AXES if getattr(layout, ax) > 1}
     recompute = policy.recompute_kind
     engines = []
