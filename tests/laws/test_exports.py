@@ -149,7 +149,7 @@ def codec_layout(choice: Choice) -> dict[str, object]:
 def listed(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
     """Return titles of what can be written: of older releases where the newer one cannot be."""
     can = writers(query, spec)
-    names = [n for n in can if n in (*USUAL, engine_of(query.stack).rules.name)]
+    names = [n for n in can if n in (*USUAL, query.resolved.engine.rules.name)]
     return tuple(EXPORTS[n].title for n in names if EXPORTS[n].export.before not in names)
 
 

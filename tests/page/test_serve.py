@@ -159,10 +159,12 @@ def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
     money = {"network": "1600Gbit/s", "tokens": "300B", "price": "2.5"}
     asked = plan_request({**ASKED, **money})
     assert "--network 200.0GB/s" in plan_command(asked)
-    cluster = resolved(asked)[0].cluster
+    cluster = resolved(asked)[0].resolved.cluster
     assert (cluster.gpus, cluster.host_gpus) == (16, 8)
     assert cluster.links[-1].bytes_per_s == 1600e9 / 8 / 8
-    racks = resolved(plan_request({**ASKED, **money, "gpu": "gb200", "gpus": "144"}))[0].cluster
+    racks = resolved(plan_request({**ASKED, **money, "gpu": "gb200", "gpus": "144"}))[
+        0
+    ].resolved.cluster
     assert [racks.host_gpus, *(link.ranks for link in racks.links)] == [4, 72, 144]
     assert (asked.tokens, asked.price) == (300 * 10**9, 2.5)
     for change, said in (

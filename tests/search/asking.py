@@ -27,17 +27,26 @@ def ask(
     cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
     shape = catalog.model(model)
     engine = resolve(MeasuredAs.of(stack), cluster, known, experts=shape.moe is not None)
+    own = {name: changed.pop(name) for name in ("entry", "no_rows") if name in changed}
+    engine = replace(engine, calibration="shipped", **own)
     base = PlanQuery(
         model=shape,
-        cluster=cluster,
+        resolved=engine,
         gpus=gpus,
         batch=Batch(seq_len=4096, global_batch=48),
         policy=usual_policy(stack, Policy(), set()),
-        stack=stack,
-        entry=engine.entry,
-        calibration="shipped",
-        no_rows=engine.no_rows,
         evidence=evidence_for(known, engine.entry),
         fixed={},
     )
     return replace(base, **changed)
+
+
+def by_engine(query: PlanQuery, stack: str) -> PlanQuery:
+    """The same question with another engine's rules and habits, at the same coefficients."""
+    return replace(query, resolved=replace(query.resolved, measured_as=MeasuredAs.of(stack)))
+
+
+def on_cluster(query: PlanQuery, **changed) -> PlanQuery:
+    """The same question on a cluster that differs in these fields."""
+    cluster = replace(query.resolved.cluster, **changed)
+    return replace(query, resolved=replace(query.resolved, cluster=cluster))

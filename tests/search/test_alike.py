@@ -22,7 +22,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.cli import Cli
-from tests.search.asking import ask
+from tests.search.asking import ask, by_engine
 from tests.specs import run_spec
 
 POLICIES = [
@@ -58,7 +58,7 @@ def _asked(policy: Policy, stack: str = "fourfold") -> tuple[PlanQuery, RunSpec]
 def _planned(one: PlanQuery) -> Columns:
     """The only point of the grid. Laid out for an engine that runs everything, seen by the one that
     was asked for: what an engine refuses is another question."""
-    grid = candidates(replace(one, stack="generic"))
+    grid = candidates(by_engine(one, "generic"))
     points = grid.table.points(np.flatnonzero(grid.table.legal))
     assert len(points["pp"]) == 1
     return one.columns(points)
@@ -69,7 +69,7 @@ def _planned(one: PlanQuery) -> Columns:
 def test_plan_and_bench_see_the_same_run(policy: Policy, stack: str) -> None:
     """Every fact the cost model looks at, under every engine."""
     one, spec = _asked(policy, stack)
-    mine, theirs = _planned(one), columns_of([spec], cluster=one.cluster, stack=stack)
+    mine, theirs = _planned(one), columns_of([spec], cluster=one.resolved.cluster, stack=stack)
     for name in NAMES:
         a, b = getattr(mine, name), getattr(theirs, name)
         np.testing.assert_allclose(a, b, err_msg=name)
@@ -80,8 +80,8 @@ def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> Non
     one, spec = _asked(Policy(attention="fused"))
     kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")
     specs = [replace(spec, policy=Policy(attention=kind)) for kind in kinds]  # type: ignore[arg-type]
-    c = columns_of(specs, cluster=one.cluster, stack="generic")
-    *torch_bytes, megatron_bytes = memory(c, one.entry.coefficients).worst_bytes.tolist()
+    c = columns_of(specs, cluster=one.resolved.cluster, stack="generic")
+    *torch_bytes, megatron_bytes = memory(c, one.resolved.entry.coefficients).worst_bytes.tolist()
     assert len(set(torch_bytes)) == 1
     assert megatron_bytes > 1.2 * torch_bytes[0]
 
@@ -91,7 +91,7 @@ def test_what_was_asked_stands_over_the_stacks_habits() -> None:
     one, _ = _asked(Policy(async_tp=True), "torchtitan")
     assert _planned(one).overlap_tp[0] == 1
     assert _planned(replace(one, policy=Policy())).overlap_tp[0] == 0
-    assert _planned(replace(one, stack="megatron-bridge-2026")).overlap_tp[0] == 1
+    assert _planned(by_engine(one, "megatron-bridge-2026")).overlap_tp[0] == 1
 
 
 def test_a_compute_format_is_priced_as_its_bundle() -> None:
@@ -101,7 +101,7 @@ def test_a_compute_format_is_priced_as_its_bundle() -> None:
         replace(spec, policy=Policy(compute_dtype="fp8")),
         replace(spec, policy=Policy()),
     ]
-    fp8, as_fp8, bf16 = predict(specs, cluster=one.cluster)
+    fp8, as_fp8, bf16 = predict(specs, cluster=one.resolved.cluster)
     assert as_fp8 == fp8
     assert fp8.step_s < 0.95 * bf16.step_s
 
@@ -167,5 +167,5 @@ def test_zero_bubble_with_virtual_stages_from_the_command_line(cli: Cli) -> None
     policy = Policy(schedule="zero-bubble", virtual_stages=2, recompute="full", sharding="zero1")
     batch = Batch(seq_len=8192, global_batch=64, micro_batch=1)
     spec = run_spec(ask().model, "pp4 dp2 tp2", batch=batch, policy=policy)
-    (told,) = predict([spec], cluster=ask(gpus=16).cluster)
+    (told,) = predict([spec], cluster=ask(gpus=16).resolved.cluster)
     assert told.step_s == pytest.approx(row["step_s"], rel=1e-9)

@@ -48,7 +48,7 @@ from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.result.test_cpu_profile import profile
 from tests.sampling import examples
-from tests.search.asking import ask
+from tests.search.asking import ask, by_engine, on_cluster
 
 PLAIN = {"policy": Policy(), "evidence": {}}
 FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"sharding": "zero3"},
@@ -97,7 +97,7 @@ def whole(query: PlanQuery) -> Pool:
     """Every legal point, each priced on its own."""
     table = candidates(query).table
     points = table.points(np.flatnonzero(table.legal))
-    c, limit, entry = query.columns(points), query.limit_bytes, query.entry
+    c, limit, entry = query.columns(points), query.limit_bytes, query.resolved.entry
     points["peak_bytes"] = peak = memory(c, entry.coefficients).worst_bytes
     points["step_s"] = estimate(c, entry.coefficients).step_s
     points["fits"] = peak < limit
@@ -162,7 +162,7 @@ def check(query: PlanQuery) -> None:
 def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: int) -> None:
     """Left out before their memory is counted, as of very many points. What is listed and surely
     fits is as fast; of its variants another may be played through and be better."""
-    query = replace(query, stack="fourfold", where=())
+    query = replace(by_engine(query, "fourfold"), where=())
     every = rank_layouts(query, least=least, whole=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(near, "MANY", 0)
@@ -260,7 +260,7 @@ def test_no_point_on_cores_is_faster_than_its_bound(model: str, bytes_per_s: flo
     batch = Batch(seq_len=128, global_batch=16)
     machine = {"known": made, "cluster": cluster, "evidence": {}}
     query = ask(model, 8, "fourfold", batch=batch, policy=policy, **machine)
-    assert "cpu_start_s" in query.entry.coefficients
+    assert "cpu_start_s" in query.resolved.entry.coefficients
     check_bounds(query)
 
 
@@ -268,9 +268,9 @@ def check_bounds(query: PlanQuery) -> None:
     bounds = bounds_of(candidates(query).table)
     index = np.flatnonzero(bounds.table.legal)
     bound, points = bounds.of(index), bounds.table.points(index)
-    is_host = "cpu_start_s" in query.entry.coefficients
+    is_host = "cpu_start_s" in query.resolved.entry.coefficients
     if len(index):
-        entry = query.entry
+        entry = query.resolved.entry
         step_s = estimate(query.columns(points), entry.coefficients).step_s
         assert (bound <= step_s).all()
         some = bounds.is_rough(index)
@@ -282,10 +282,10 @@ def check_bounds(query: PlanQuery) -> None:
 @given(questions(), st.sampled_from([1.0, 8.0, 60.0]))
 def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> None:
     """Of every legal point: bytes of the state and of all else, and the three verdicts on them."""
-    device = replace(query.cluster.device, memory_bytes=int(gib * 2**30))
-    query = replace(query, cluster=replace(query.cluster, device=device))
+    device = replace(query.resolved.cluster.device, memory_bytes=int(gib * 2**30))
+    query = on_cluster(query, device=device)
     space = space_of(candidates(query).table, Bar(ignore, ""), every=True)
-    peak_bytes, rows = peaks(space, query.entry.coefficients), np.arange(len(space.legal))
+    peak_bytes, rows = peaks(space, query.resolved.entry.coefficients), np.arange(len(space.legal))
     found = peak_bytes.of(rows, 0.0, np.inf)
     index = np.flatnonzero(space.legal)
     if not len(index):
@@ -300,7 +300,7 @@ def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> N
         assert np.array_equal(some[between], found[between])
         assert np.array_equal(some < least, small)
         assert peak_bytes.may_be_below(most)[(found < most).any(axis=1)].all()
-    chance = space.priced(index, lambda c: fit_chance(c, query.entry))
+    chance = space.priced(index, lambda c: fit_chance(c, query.resolved.entry))
     likely, roomy, close = (
         mask.reshape(-1)[index] for mask in (space.likely, space.roomy, space.close)
     )
@@ -309,16 +309,16 @@ def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> N
     assert (chance[close] >= REFUSED - 1e-3).all()
     assert not close[likely].any()
     # No interval is wider than the widest, so that nothing is refused unasked.
-    low = space.priced(index, lambda c: memory_bounds(c, query.entry)[0])
-    assert (np.log(wanted / low) <= widest_half(query.entry) + 1e-9).all()
+    low = space.priced(index, lambda c: memory_bounds(c, query.resolved.entry)[0])
+    assert (np.log(wanted / low) <= widest_half(query.resolved.entry) + 1e-9).all()
     assert np.array_equal(may_fit(space).reshape(-1)[index], chance >= REFUSED)
 
 
 @settings(SAMPLED, max_examples=examples(12))
 @given(questions())
 def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery) -> None:
-    device = replace(query.cluster.device, memory_bytes=2**28)
-    query = replace(query, cluster=replace(query.cluster, device=device), where=(), fixed={})
+    device = replace(query.resolved.cluster.device, memory_bytes=2**28)
+    query = replace(on_cluster(query, device=device), where=(), fixed={})
     layout = Layout(pp=1, shard=query.gpus)
     said = explain(query, layout)
     if said.smallest is None:

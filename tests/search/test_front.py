@@ -47,13 +47,13 @@ def test_a_front_against_memory_is_that_of_all_points() -> None:
     front = memory_front(ranking, 20)
     every = ranking.bounds.table.points(np.flatnonzero(ranking.ranked))
     c = query.columns(every)
-    step_s = estimate(c, query.entry.coefficients).step_s
-    peak_bytes = memory(c, query.entry.coefficients).worst_bytes
+    step_s = estimate(c, query.resolved.entry.coefficients).step_s
+    peak_bytes = memory(c, query.resolved.entry.coefficients).worst_bytes
     left, wanted = np.ones(len(c), dtype=bool), []
     while left.any():
         best = np.lexsort((peak_bytes, np.where(left, step_s, np.inf)))[0]
         wanted.append((step_s[best], peak_bytes[best]))
-        left &= peak_bytes < peak_bytes[best] - STEP * query.cluster.device.memory_bytes
+        left &= peak_bytes < peak_bytes[best] - STEP * query.resolved.cluster.device.memory_bytes
     found = zip(front.closed_s.tolist(), front.points["peak_bytes"].tolist(), strict=True)
     assert len(wanted) > 3
     assert list(found) == wanted[:20]

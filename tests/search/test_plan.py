@@ -46,7 +46,7 @@ from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 from tests.sampling import PROFILE
-from tests.search.asking import SHIPPED, ask
+from tests.search.asking import SHIPPED, ask, by_engine
 from tests.specs import run_spec
 
 
@@ -118,15 +118,15 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     ]  # fmt: skip
     for spec in specs:
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
-    columns = columns_of(specs, cluster=one.cluster, stack="generic")
-    assert np.allclose(estimate(columns, one.entry.coefficients).step_s, ranking.closed_s)
+    columns = columns_of(specs, cluster=one.resolved.cluster, stack="generic")
+    assert np.allclose(estimate(columns, one.resolved.entry.coefficients).step_s, ranking.closed_s)
     peaks = ranking.predicted.room.worst_bytes
-    assert np.allclose(memory(columns, one.entry.coefficients).worst_bytes, peaks)
+    assert np.allclose(memory(columns, one.resolved.entry.coefficients).worst_bytes, peaks)
     sure = ranking.fits >= SURE
     assert (np.diff(ranking.step_s[sure]) >= 0).all()
     assert (ranking.step_s[~sure] < ranking.step_s[0]).all()
     assert np.allclose(sum(ranking.predicted.times.parts.values()), ranking.step_s)
-    assert (peaks < one.cluster.device.memory_bytes).all()
+    assert (peaks < one.resolved.cluster.device.memory_bytes).all()
     assert (ranking.predicted.low_s < ranking.step_s).all()
     assert (ranking.step_s < ranking.predicted.high_s).all()
     surely = [spec for spec, fits in zip(specs, sure, strict=True) if fits]
@@ -362,7 +362,7 @@ def test_flips_and_deciding_runs_name_other_layouts() -> None:
     assert 2 <= len(runs) <= 3
     apart = np.abs(np.log(ranking.step_s[runs] / ranking.step_s[0]))
     assert apart.max() <= np.abs(np.log(ranking.step_s / ranking.step_s[0])).max()
-    low, high = memory_bounds(ranking.predicted.columns, ranking.query.entry)
+    low, high = memory_bounds(ranking.predicted.columns, ranking.query.resolved.entry)
     peaks = ranking.predicted.room.worst_bytes
     assert ((low < peaks) & (peaks < high)).all()
 
@@ -379,8 +379,8 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
         batch = Batch(seq_len=4096, **sizes)
         where, policy = ranking.layout(0), ranking.choice(0).policy
         spec = run_spec(ranking.query.model, where, batch=batch, policy=policy)
-        columns = columns_of([spec], cluster=ranking.query.cluster, stack="megatron")
-        by_hand += steps * float(predictions(columns, ranking.query.entry).step_s[0])
+        columns = columns_of([spec], cluster=ranking.query.resolved.cluster, stack="megatron")
+        by_hand += steps * float(predictions(columns, ranking.query.resolved.entry).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
     assert train.work_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
 
@@ -411,8 +411,10 @@ def test_a_ramp_takes_what_its_steps_take_one_by_one(model, layout, full, ramp, 
         )
         for size in sizes
     ]
-    columns = columns_of(specs, cluster=query.cluster, stack=query.stack)
-    seconds = dict(zip(sizes, predictions(columns, query.entry).step_s.tolist(), strict=True))
+    columns = columns_of(specs, cluster=query.resolved.cluster, stack=query.resolved.stack)
+    seconds = dict(
+        zip(sizes, predictions(columns, query.resolved.entry).step_s.tolist(), strict=True)
+    )
     left, step, by_hand = tokens * 10**9 / 2048, 0, 0.0
     while left > 0:
         size = batch.global_batch_at(step)
@@ -427,17 +429,17 @@ def test_explain_names_broken_rules_and_legal_neighbours() -> None:
     one = ask(gpus=16)
     said = explain(one, Layout.parse("pp1 dp1 cp1 tp16"))
     assert said.legal
-    bad = explain(replace(one, stack="torchtitan"), Layout.parse("tp16"))
+    bad = explain(by_engine(one, "torchtitan"), Layout.parse("tp16"))
     assert [r["reason"] for r in bad.refusals] == ["kv-heads"]
     assert not bad.legal
-    piped = explain(replace(one, stack="accelerate"), Layout.parse("pp2 dp8"))
+    piped = explain(by_engine(one, "accelerate"), Layout.parse("pp2 dp8"))
     assert [r["reason"] for r in piped.refusals] == ["axis"]  # nobody asked for zero1
     assert bad.nearest[0] == "pp1 dp2 cp1 tp8"
     for text in bad.nearest:
         layout = Layout.parse(text)
         assert layout.world == 16
         policy = Policy(sharding="zero3", cp_kind="allgather")
-        target = replace(one, stack="torchtitan").target
+        target = by_engine(one, "torchtitan").target
         assert not why_not(one.model, layout, one.batch, policy, target)
     alone = explain(one, Layout.parse("dp3 tp2"))
     assert [r["reason"] for r in alone.refusals] == ["world"]
@@ -570,7 +572,7 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
     asked = ask(model, 128, stack=export.stack_of(release), release=release, explore=True)
     asked = replace(asked, policy=replace(asked.policy, precision=precision))
     setup = Setup(model=asked.model, layout=Layout(), batch=asked.batch, policy=asked.policy,
-                  host_gpus=8, stack=asked.stack)  # fmt: skip
+                  host_gpus=8, stack=asked.resolved.stack)  # fmt: skip
     try:
         export.write(release, setup)
     except UserError:
@@ -686,10 +688,12 @@ def test_a_known_cluster_is_a_kind_of_machine(name: str, gpus: int) -> None:
     )  # fmt: skip
     query, counts = resolved(request)
     assert counts == [gpus]
-    assert query.cluster.gpus == max(known.gpus, gpus)
-    assert query.cluster.hosts == -(-max(known.gpus, gpus) // known.host_gpus)
-    assert [link.ranks for link in query.cluster.links[:-1]] == [x.ranks for x in known.links[:-1]]
-    assert [link.bytes_per_s for link in query.cluster.links] == [
+    assert query.resolved.cluster.gpus == max(known.gpus, gpus)
+    assert query.resolved.cluster.hosts == -(-max(known.gpus, gpus) // known.host_gpus)
+    assert [link.ranks for link in query.resolved.cluster.links[:-1]] == [
+        x.ranks for x in known.links[:-1]
+    ]
+    assert [link.bytes_per_s for link in query.resolved.cluster.links] == [
         link.bytes_per_s for link in known.links
     ]
     found = plan(request)

@@ -164,8 +164,8 @@ def facts(answer: PlanAnswer, request: PlanRequest) -> list[tuple[str, str]]:
     query, _ = resolved(request)
     return [
         ("Model", _model(query.model, answer.params)),
-        ("Machines", _machines(query.cluster, answer)),
-        ("Network", _network(query.cluster, answer.gpus)),
+        ("Machines", _machines(query.resolved.cluster, answer)),
+        ("Network", _network(query.resolved.cluster, answer.gpus)),
         (
             "A step",
             f"{answer.global_batch:,} sequences of {answer.seq_len:,} tokens, "
@@ -173,7 +173,7 @@ def facts(answer: PlanAnswer, request: PlanRequest) -> list[tuple[str, str]]:
         ),
         ("Arithmetic", answer.precision),
         ("Engine", "not chosen" if answer.stack == "generic" else answer.stack),
-        *_training(answer, request, query.cluster.price_per_gpu_hour),
+        *_training(answer, request, query.resolved.cluster.price_per_gpu_hour),
     ]
 
 

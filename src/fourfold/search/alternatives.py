@@ -41,7 +41,7 @@ def outside(query: PlanQuery, c: Columns) -> list[str]:
     """Sizes beyond what was measured: 'tp=4 (measured only at 8)'."""
     texts = []
     for name, value in axes(c).items():
-        low, high = query.entry.ranges.get(name, (-np.inf, np.inf))
+        low, high = query.resolved.entry.ranges.get(name, (-np.inf, np.inf))
         if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
             sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
             only = f"only at {sizes[1]}" if sizes[1] == sizes[2] else f"{sizes[1]} to {sizes[2]}"
@@ -55,7 +55,7 @@ def _played(query: PlanQuery, points: Pool) -> Pool:
         return {}
     count = max(1, playable(query.columns(points), FEW_EVENTS))
     few = {name: column[:count] for name, column in points.items()}
-    few["step_s"] = predictions(query.columns(few), query.entry).step_s
+    few["step_s"] = predictions(query.columns(few), query.resolved.entry).step_s
     best = int(np.argmin(few["step_s"]))
     return {name: column[best : best + 1] for name, column in few.items()}
 
@@ -77,7 +77,7 @@ def near_miss(ranking: Ranking) -> Alternative | None:
     points = _played(query, ranking.near_miss)
     if not points or points["step_s"][0] >= ranking.step_s.min(initial=np.inf):
         return None
-    chance = float(fit_chance(query.columns(points), query.entry)[0])
+    chance = float(fit_chance(query.columns(points), query.resolved.entry)[0])
     peak_bytes = float(points["peak_bytes"][0])
     return alternative(query, points, fit_chance=chance, peak_bytes=peak_bytes)
 
@@ -126,7 +126,7 @@ def tie_width(entry: FittedStack) -> float:
 def _moved(ranking: Ranking, count: int) -> tuple[list[tuple[Coefficient, float]], Floats]:
     """(what is moved and how far, [moves, candidates] seconds of the first candidates with one
     coefficient moved at a time)."""
-    entry, c = ranking.query.entry, ranking.predicted.columns.take(slice(count))
+    entry, c = ranking.query.resolved.entry, ranking.predicted.columns.take(slice(count))
     ends = moves(entry, "time")
     step = estimate(c, moved_coefficients(entry, ends)).step_s
     return ends, np.broadcast_to(step, (len(ends), len(c)))
@@ -151,7 +151,7 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
             reversal = Reversal(
                 knob=coefficient.name,
                 about=coefficient.about,
-                value=ranking.query.entry.coefficients[coefficient.name],
+                value=ranking.query.resolved.entry.coefficients[coefficient.name],
                 other=other,
                 winner=winner + 1,
                 layout=ranking.layout(winner),
@@ -173,7 +173,9 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     if not len(ranking):
         return []
     apart = np.abs(np.log(ranking.step_s[:LOOKED_AT] / ranking.step_s[0]))
-    tied = 1 + int(np.max(np.flatnonzero(apart <= 2.0 * tie_width(ranking.query.entry)), initial=0))
+    tied = 1 + int(
+        np.max(np.flatnonzero(apart <= 2.0 * tie_width(ranking.query.resolved.entry)), initial=0)
+    )
     if tied < 2:
         return []
     _, step = _moved(ranking, tied)

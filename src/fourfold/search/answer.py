@@ -105,7 +105,7 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         bf16_gradients=_bf16_gradients(ranking),
         risk=query.risk,
         tied=ranking.tied,
-        like=query.like,
+        like=query.resolved.like,
         unproven_best=unproven_best(ranking),
         near_miss=near_miss(ranking),
         training=train.facts(rows),
@@ -115,33 +115,33 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
 
 
 def _asked(query: PlanQuery) -> dict[str, Any]:
-    errors = query.entry.errors_pct
+    errors = query.resolved.entry.errors_pct
     return {
         "model": query.model.name,
         "params": model_params(query.model, query.batch.seq_len),
         "remarks": (*query.remarks, *query.left_out),
-        "cluster": query.cluster.name,
-        "gpu": query.cluster.device.id,
+        "cluster": query.resolved.cluster.name,
+        "gpu": query.resolved.cluster.device.id,
         "gpus": query.gpus,
-        "host_gpus": query.cluster.host_gpus,
-        "memory_bytes": query.cluster.device.memory_bytes,
+        "host_gpus": query.resolved.cluster.host_gpus,
+        "memory_bytes": query.resolved.cluster.device.memory_bytes,
         "seq_len": query.batch.seq_len,
         "global_batch": query.batch.global_batch,
-        "stack": query.stack,
+        "stack": query.resolved.stack,
         "precision": query.policy.scaled_name,
         "calibration": CalibrationFacts(
-            name=query.calibration,
-            rows=query.entry.rows_time,
-            memory_rows=query.entry.rows_memory,
+            name=query.resolved.calibration,
+            rows=query.resolved.entry.rows_time,
+            memory_rows=query.resolved.entry.rows_memory,
             error_median_pct=errors.get("cv_median"),
             error_p90_pct=errors.get("cv_p90"),
-            note=query.no_rows,
+            note=query.resolved.no_rows,
         ),
     }
 
 
 def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
-    entry, room = ranking.query.entry, ranking.predicted.room
+    entry, room = ranking.query.resolved.entry, ranking.predicted.room
     low, high = memory_bounds(c, entry)
     return {
         "peak_bytes": float(room.worst_bytes[i]),
@@ -204,9 +204,11 @@ def _row(ranking: Ranking, train: Whole, i: int, wide: str, *, exported: bool) -
         gpu_hours_of="training" if took else "step",
         **took,
         ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
-        cost=hours * price if (price := query.cluster.price_per_gpu_hour) is not None else None,
+        cost=hours * price
+        if (price := query.resolved.cluster.price_per_gpu_hour) is not None
+        else None,
         evidence=evidence(query, c),
-        provenance=provenance(c, query.entry)[0],
+        provenance=provenance(c, query.resolved.entry)[0],
         outside=tuple(outside(query, c)),
     )
 
@@ -239,7 +241,7 @@ def _bf16_gradients(ranking: Ranking) -> Alternative | None:
         return None
     query, first = ranking.query, only(ranking.points, slice(0, 1))
     narrow = replace(query, policy=replace(query.policy, grad_dtype="bf16", reduce_dtype="bf16"))
-    found = predictions(narrow.columns(first), query.entry)
+    found = predictions(narrow.columns(first), query.resolved.entry)
     first["step_s"] = found.step_s
     size = float(found.room.worst_bytes[0])
     return alternative(narrow, first, fit_chance=float(found.fits[0]), peak_bytes=size)
@@ -252,7 +254,7 @@ def _power_w(
     times as fast takes as much less energy for each operation."""
     compute_s = sum(parts_s[name] for name in EXPOSED["compute"])
     executed = flops_per_s * (1.0 + parts_s["recompute"] / compute_s)
-    return mean_power_w(query.cluster.device, executed / narrower)
+    return mean_power_w(query.resolved.cluster.device, executed / narrower)
 
 
 def _nothing(ranking: Ranking) -> str:
@@ -271,7 +273,7 @@ def _nothing(ranking: Ranking) -> str:
         why = _rule_in_words(query, counts[0][1]) if counts else ""
         return f"no legal layout among {grid.looked_at:,}; rejected by: {rules}{why}"
     if not ranking.fitting:
-        gib = query.cluster.device.memory_bytes / 2**30
+        gib = query.resolved.cluster.device.memory_bytes / 2**30
         rule = f"{_least(ranking)} GiB on its fullest GPU, which has {gib:.0f}"
         return f"no layout fits: {rule}; use more GPUs, a smaller model or a shorter sequence"
     return f"no layout is left: --where excludes all {ranking.fitting:,} that fit"
@@ -282,7 +284,7 @@ def smallest(ranking: Ranking) -> tuple[Choice, Memory]:
     table, query = ranking.grid.table, ranking.query
     index = np.flatnonzero(table.legal)
     points = table.points(index[[np.argmin(table.peak_bytes(index))]])
-    room = memory(query.columns(points), query.entry.coefficients)
+    room = memory(query.columns(points), query.resolved.entry.coefficients)
     return Choice.at(0, points, query.policy), room
 
 

@@ -83,7 +83,7 @@ def _graphs(query: PlanQuery, c: Columns) -> str:
 
 
 def _step_s(query: PlanQuery, c: Columns) -> float:
-    return float(predictions(c, query.entry).step_s[0])
+    return float(predictions(c, query.resolved.entry).step_s[0])
 
 
 def _text(

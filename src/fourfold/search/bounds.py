@@ -118,7 +118,7 @@ LAYOUT = (*MODEL_AXES, *EXPERT_AXES, "cp_kind")  # what makes two rows the same 
 def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     """Seconds that every way to run a row pays for gradients and updates, with the waiting that
     they add to a step."""
-    coef = query.entry.coefficients
+    coef = query.resolved.entry.coefficients
     # A single micro batch may be updated from as it is, without sums.
     micros = np.array([[1], [query.batch.global_batch]])
     one = {"micro_batch": micros, "recompute": np.zeros(1, np.int64)}
@@ -131,12 +131,12 @@ def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
 def gathering_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     """Seconds of a layer's gathers and scatter under zero3, of each row; 0 of others, and on a CPU,
     where they are paid for otherwise."""
-    if is_cpu(query.entry.coefficients):
+    if is_cpu(query.resolved.entry.coefficients):
         return np.zeros(len(rows["zero"]))
     one = {"micro_batch": np.ones(1, np.int64), "recompute": np.zeros(1, np.int64)}
     c = query.columns(rows | one, is_open=True)
     gathers = [op for op in weights(c) if op.axis]
-    move = ops_s(gathers, rates_of(c, query.entry.coefficients))
+    move = ops_s(gathers, rates_of(c, query.resolved.entry.coefficients))
     return np.broadcast_to(move, rows["zero"].shape)
 
 
@@ -182,7 +182,7 @@ class Pipes:
         points = {name: column[pipe] for name, column in self.rows.items()}
         points["micro_batch"] = self.ways["micro_batch"][sized]
         points["recompute"] = self.ways["recompute"][made]
-        c, coef = self.query.columns(points, is_open=True), self.query.entry.coefficients
+        c, coef = self.query.columns(points, is_open=True), self.query.resolved.entry.coefficients
         kind = np.searchsorted(self.kinds, points["recompute"])
         first = self.layouts[pipe] * len(self.sizes)
 
@@ -219,8 +219,8 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
     once = {"micro_batch": 1, "global_batch": 1, "recompute": kinds}
     c = query.columns(points | ones | {"schedule": np.zeros(1, np.int64)} | once, is_open=True)
     micro = sizes[:, None].astype(np.float64)
-    layer = layer_times(c, query.entry.coefficients, micro=micro)
-    head, embed, _ = ends_s(c, query.entry.coefficients, micro)
+    layer = layer_times(c, query.resolved.entry.coefficients, micro=micro)
+    head, embed, _ = ends_s(c, query.resolved.entry.coefficients, micro)
     every = (layer.total, layer.total - layer.parts["host"], head, embed)
     shape = (len(first), len(sizes), len(kinds))
     total, busy, head, embed = (np.ascontiguousarray(np.broadcast_to(one, shape)) for one in every)

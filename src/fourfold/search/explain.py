@@ -134,7 +134,7 @@ def explain_ranking(
         "legal": legal,
         "fits": ranking is not None and len(ranking) > 0,
         "refusals": () if legal else tuple(asdict(one) for one in _refusals(query, layout)),
-        "memory_bytes": query.cluster.device.memory_bytes,
+        "memory_bytes": query.resolved.cluster.device.memory_bytes,
         "remarks": (*query.remarks, *query.left_out),
     }
     if ranking is None or not legal:
@@ -154,13 +154,13 @@ def explain_ranking(
         variants=own.ranked,
         ways=ranking.ways,
         calibration=own.calibration,
-        stack=query.stack,
+        stack=query.resolved.stack,
         rank=everything.place(ranking),
         of=everything.layouts,
         held_back=_held_back(own.ranked[0], best.ranked[0], everything),
         with_unproven=everything.query.explore and not query.explore,
         best=best.best,
-        tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
+        tie_width_pct=100.0 * (exp(tie_width(query.resolved.entry)) - 1.0),
         operations=_operations(ranking, own.ranked[0]) if listed else None,
     )
 
@@ -177,7 +177,7 @@ def _held_back(row: PlanRow, best: PlanRow, everything: Ranking) -> str:
 
 def _operations(ranking: Ranking, row: PlanRow) -> tuple[OpRow, ...]:
     one = ranking.predicted.take(np.zeros(1, dtype=np.intp))
-    return operations(one.columns, ranking.query.entry.coefficients, row.parts_s)
+    return operations(one.columns, ranking.query.resolved.entry.coefficients, row.parts_s)
 
 
 def _rivals(query: PlanQuery, ranking: Ranking) -> Ranking:

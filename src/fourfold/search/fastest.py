@@ -99,7 +99,7 @@ def _first_points(left: _Waiting, keep: int | None) -> Bools:
 
 def timed(table: PointTable, index: Places) -> Floats:
     """Closed-form seconds of points."""
-    entry = table.query.entry
+    entry = table.query.resolved.entry
     return table.priced(index, lambda c: estimate(c, entry.coefficients).step_s)
 
 

@@ -121,7 +121,7 @@ def ways_out(query: PlanQuery) -> list[str]:
     """In words, as flags have them; [] where nothing near helps."""
     if certain_refusals(query.model, query.batch, query.policy, query.target):
         return []
-    host, gpus = query.cluster.host_gpus, query.gpus
+    host, gpus = query.resolved.cluster.host_gpus, query.gpus
     below = range(gpus - gpus % host - host * (gpus % host == 0), 0, -host)
     above = range((gpus // host + 1) * host, 2 * gpus + host, host)
     counts = [_first(query, "gpus", sizes) for sizes in (below[:TRIES], above[:TRIES])]

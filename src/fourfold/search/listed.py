@@ -73,7 +73,7 @@ def listed(
     points = _with_sure(bounds, roomy, new, points, 1.0 - query.risk)
     points = _with_ties(bounds, roomy, new, points, 1.0 - query.risk, is_written)
     points = _with_measured(bounds, new, points, measured)
-    predicted = predictions(query.columns(points), query.entry)
+    predicted = predictions(query.columns(points), query.resolved.entry)
     points = with_own_runs(query.own_runs, points, predicted)
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
     timed, predicted = only(points, by_time), predicted.take(by_time)
@@ -102,7 +102,7 @@ def _with_sure(bounds: Bounds, roomy: Bools, new: Bools, points: Pool, at_least:
     query = bounds.table.query
     if query.safe or not len(points["pp"]):
         return points
-    chance = fit_chance(query.columns(points), query.entry, points["peak_bytes"])
+    chance = fit_chance(query.columns(points), query.resolved.entry, points["peak_bytes"])
     known = np.sort(fewest_s(only(points, chance >= at_least))[1])
     most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
     some = sure_points(bounds, roomy, new, most_s, at_least)
@@ -115,7 +115,7 @@ def _with_measured(bounds: Bounds, new: Bools, points: Pool, measured: Pool | No
     if not measured or not len(measured["pp"]):
         return points
     columns = bounds.table.query.columns(measured)
-    step_s = estimate(columns, bounds.table.query.entry.coefficients).step_s
+    step_s = estimate(columns, bounds.table.query.resolved.entry.coefficients).step_s
     runs = measured | {"step_s": step_s, "unproven": np.zeros(len(step_s), dtype=bool)}
     both = {name: np.concatenate([points[name], runs[name]]) for name in points}
     return only(both, np.sort(alike(both, CHOSEN)[0]))
@@ -134,7 +134,7 @@ def _with_ties(
     query = bounds.table.query
     if not len(points["pp"]):
         return points
-    chance = fit_chance(query.columns(points), query.entry, points["peak_bytes"])
+    chance = fit_chance(query.columns(points), query.resolved.entry, points["peak_bytes"])
     likely = only(points, chance >= at_least)
     likely = only(likely, np.argsort(likely["step_s"], kind="stable"))
     written = (i for i in range(min(LOOKED_AT, len(likely["pp"]))) if is_written(likely, i))
@@ -168,7 +168,7 @@ def _likely(
     table = bounds.table
 
     def is_likely(index: Places) -> Bools:
-        return table.priced(index, lambda c: fit_chance(c, table.query.entry)) >= at_least
+        return table.priced(index, lambda c: fit_chance(c, table.query.resolved.entry)) >= at_least
 
     return leading(bounds, mask, new, keep, variants, holds=is_likely, most_s=most_s)
 

@@ -13,7 +13,6 @@ from fourfold.search.bounds import Bounds, bounds_of
 from fourfold.search.fastest import timed
 from fourfold.search.space import unproven
 from fourfold.search.table import Bools, PointTable
-from fourfold.spec.engine import engine_of
 from fourfold.spec.words import RECOMPUTE
 
 MANY = 200_000  # fewer points are counted as quickly, ten times as many are worth two tries
@@ -31,7 +30,7 @@ def near_best(table: PointTable, least: int) -> Iterator[tuple[PointTable, float
     few, or the user's conditions choose among them, or none that surely fits was found quickly."""
     query, legal = table.query, table.legal
     count = int(legal.sum())
-    if query.where or count < MANY or not engine_of(query.stack).habits.counted:
+    if query.where or count < MANY or not query.resolved.engine.habits.counted:
         return
     bounds = bounds_of(table)
     sure_s = _sure_s(bounds)
@@ -62,7 +61,7 @@ def _sure_s(bounds: Bounds) -> float:
 
 def _sure_of(bounds: Bounds, mask: Bools, tries: int, best_s: float) -> float:
     """The same of the points of a mask; what is not faster than `best_s` is of no use."""
-    table, entry = bounds.table, bounds.table.query.entry
+    table, entry = bounds.table, bounds.table.query.resolved.entry
     index = np.flatnonzero(mask)
     least_s = bounds.of(index)
     order = np.argsort(least_s, kind="stable")

@@ -22,7 +22,6 @@ from fourfold.cost.memory.peak import (
 )
 from fourfold.cost.memory.stage import around_bytes, stage_weights, stages
 from fourfold.search.table import Bools, Ints, Places, PointTable, alike, blocks, on_cores
-from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 SLACK = 1e-9  # rounding between a bound and the count
@@ -30,7 +29,7 @@ SLACK = 1e-9  # rounding between a bound and the count
 
 def peaks(table: PointTable, coef: Coefficients) -> _Counted | _Halves:
     """Bytes of the fullest stage; rounded otherwise than `memory`, which says the same."""
-    if engine_of(table.query.stack).habits.counted:
+    if table.query.resolved.engine.habits.counted:
         return _counted(table, coef)
     return _halves(table, coef)
 

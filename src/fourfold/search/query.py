@@ -9,12 +9,12 @@ from typing import Any
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.dispatch import OVERLAPS, dispatcher_of
-from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
+from fourfold.search.resolve import Resolved
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
 from fourfold.spec.engine import engine_of
@@ -39,15 +39,11 @@ class PlanQuery:
     """`policy` holds what the search does not vary; `fixed` names fields the user has decided."""
 
     model: ModelShape
-    cluster: Cluster
+    resolved: Resolved  # the engine on its machine, with its coefficients
     gpus: int
     batch: Batch
     policy: Policy
-    stack: str
     release: str = ""  # whose settings will be written: a release may lack what its stack has
-    entry: FittedStack
-    calibration: str
-    no_rows: str  # why the calibration is a blend, '' when it has rows
     evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
     fixed: dict[str, object]
     decided: frozenset[str] = frozenset()  # fields of the policy that are not an engine's habit
@@ -57,7 +53,6 @@ class PlanQuery:
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
     risk: float = RISK  # of not fitting, that the first choice may have
-    like: str = ""  # the measured cluster that it is priced as
     own_runs: OwnRuns | None = field(default=None, compare=False, repr=False)
     tokens: float | None = None  # of the whole training, where that is known
     lost: float | None = None  # of a training's time, 0..1; None: what is usual
@@ -68,10 +63,10 @@ class PlanQuery:
     @property
     def target(self) -> Target:
         return Target(
-            stack=self.stack,
+            stack=self.resolved.stack,
             release=self.release,
             gpus=self.gpus,
-            device=self.cluster.device,
+            device=self.resolved.cluster.device,
             runs=False,
         )
 
@@ -86,18 +81,19 @@ class PlanQuery:
     @property
     def left_out(self) -> tuple[str, ...]:
         """What seconds and bytes leave out or approximate."""
-        timed = engine_of(self.stack).rules.predicts_further
+        timed = self.resolved.engine.rules.predicts_further
         return remarks(self.model, self.batch.seq_len, further=timed)
 
     @property
     def dispatchers(self) -> tuple[str, ...]:
         """Those that the cluster says it has, of a model with experts."""
-        return self.cluster.dispatchers if self.model.moe else ()
+        return self.resolved.cluster.dispatchers if self.model.moe else ()
 
     @property
     def limit_bytes(self) -> float:
         """Above which a run does not fit: what the driver and the learned margin leave."""
-        return self.cluster.device.memory_bytes * USABLE * self.entry.coefficients["room"]
+        memory_bytes = self.resolved.cluster.device.memory_bytes
+        return memory_bytes * USABLE * self.resolved.entry.coefficients["room"]
 
     def columns(self, points: Mapping[str, Any], *, is_open: bool = False) -> Columns:
         """The cost model's columns of candidates, given by columns of CHOSEN fields; `is_open`: of
@@ -105,8 +101,8 @@ class PlanQuery:
         return varied_columns(
             self.spec,
             points,
-            cluster=self.cluster,
-            stack=self.stack,
+            cluster=self.resolved.cluster,
+            stack=self.resolved.stack,
             is_open=is_open,
         )
 

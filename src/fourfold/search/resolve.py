@@ -48,6 +48,11 @@ class Resolved:
         """The engine's full name."""
         return self.measured_as.stack
 
+    @property
+    def engine(self) -> Engine:
+        """Its rules and habits."""
+        return engine_of(self.measured_as)
+
 
 def resolve(
     stack: str | MeasuredAs,

@@ -29,15 +29,15 @@ def routed(ranking: Ranking, natural: float, *, capacity: bool) -> Routed | None
         return None
     c = query.columns({name: column[:1] for name, column in ranking.points.items()})
     even, spread = (replace(c, imbalance=np.full(1, x)) for x in (0.0, natural))
-    forced, uneven = (predictions(one, query.entry) for one in (even, spread))
+    forced, uneven = (predictions(one, query.resolved.entry) for one in (even, spread))
     step_s, ends = float(uneven.step_s[0]), []
     differ = SPREAD if query.policy.imbalance is None else 0.0  # what was measured is known
     for way, end in ((-1.0, uneven.low_s), (1.0, uneven.high_s)):
         moved = np.full(1, natural * exp(way * TWO_SIDED_80 * differ))
-        other = predictions(replace(c, imbalance=moved), query.entry).step_s
+        other = predictions(replace(c, imbalance=moved), query.resolved.entry).step_s
         half = hypot(log(float(end[0]) / step_s), log(float(other[0]) / step_s))
         ends.append(step_s * exp(way * half))
-    peaks = [memory(one, query.entry.coefficients).worst_bytes for one in (even, spread)]
+    peaks = [memory(one, query.resolved.entry.coefficients).worst_bytes for one in (even, spread)]
     tokens = float((c.tokens / c.split)[0])
     rows = tokens * query.model.top_k * float((c.ep * c.etp)[0]) / query.model.experts
     return Routed(
@@ -87,7 +87,7 @@ def _ways(ranking: Ranking) -> list[str]:
 def _capacities(ranking: Ranking, c: Columns) -> tuple[Capacity, ...]:
     """Experts of a rank that drop tokens bring it nearer to the mean; its rows are never taken as
     fewer than even ones, since engines keep room for them."""
-    entry, experts = ranking.query.entry, ranking.query.model.experts
+    entry, experts = ranking.query.resolved.entry, ranking.query.model.experts
     spread, ep = float(c.imbalance[0]), float(c.ep[0])
     local = max(1.0, experts / ep)
     of_rank, tail = spread / sqrt(local), sqrt(2.0 * log(ep) / local)

@@ -22,7 +22,6 @@ from fourfold.cost.memory.peak import (
 from fourfold.events import Bar
 from fourfold.search.peaks import peaks
 from fourfold.search.table import Bools, Places, PointTable, alike, blocks, on_cores
-from fourfold.spec.engine import engine_of
 from fourfold.spec.expression import Expression, memory_values
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
@@ -45,7 +44,7 @@ def space_of(table: PointTable, bar: Bar, *, every: bool = False) -> Space:
     """Rows with points that fit or are close to it, or every row. Which points are legal is equal
     for what shares its pipeline."""
     # How context parallelism attends matters only where tensors are counted one by one.
-    by_kind = engine_of(table.query.stack).habits.counted
+    by_kind = table.query.resolved.engine.habits.counted
     names = tuple(name for name in table.rows if by_kind or name != "cp_kind")
     first, back = alike(table.rows, names)
     likely, roomy, close = _fitting(table.only(first), bar)
@@ -66,8 +65,12 @@ def space_of(table: PointTable, bar: Bar, *, every: bool = False) -> Space:
 def _fitting(table: PointTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     """(fits by our best estimate, may surely fit, may fit though it is above the limit)."""
     query, asked = table.query, table.legal
-    entry, limit, lean = query.entry, query.limit_bytes, lean_coefficients(query.entry)
-    counted = engine_of(query.stack).habits.counted
+    entry, limit, lean = (
+        query.resolved.entry,
+        query.limit_bytes,
+        lean_coefficients(query.resolved.entry),
+    )
+    counted = query.resolved.engine.habits.counted
     usual = peaks(table, entry.coefficients)
     # Counted tensors are the same whatever an engine wastes.
     least = usual if counted else peaks(table, lean)
@@ -108,10 +111,10 @@ def may_fit(space: PointTable) -> Bools:
     """All points that fit by a chance of 10% or more. None is asked about that is further above the
     limit than any interval reaches, even if the engine wastes nothing."""
     query, index = space.query, np.flatnonzero(space.legal)
-    lean = lean_coefficients(query.entry)
-    reach = query.limit_bytes * np.exp(widest_half(query.entry)) * ABOUT
+    lean = lean_coefficients(query.resolved.entry)
+    reach = query.limit_bytes * np.exp(widest_half(query.resolved.entry)) * ABOUT
     wasteless = space.priced(index, lambda c: memory(c, lean).worst_bytes)
-    near = wasteless * query.entry.coefficients["room"] / lean["room"] < reach
+    near = wasteless * query.resolved.entry.coefficients["room"] / lean["room"] < reach
     return _with_chance(space, index[near], REFUSED)
 
 
@@ -123,7 +126,7 @@ def sure(space: Space, mask: Bools) -> Bools:
 
 def _with_chance(space: PointTable, index: Places, least: float) -> Bools:
     """Which of these points fit by a chance of `least` or more."""
-    chance = space.priced(index, lambda c: fit_chance(c, space.query.entry))
+    chance = space.priced(index, lambda c: fit_chance(c, space.query.resolved.entry))
     kept = np.zeros_like(space.legal)
     kept.reshape(-1)[index[chance >= least]] = True
     return kept
@@ -174,7 +177,7 @@ def holding(
         "global_batch": query.batch.global_batch,
         "seq_len": query.batch.seq_len,
         "gpus": query.gpus,
-        "nodes": -(-query.gpus // query.cluster.host_gpus),
+        "nodes": -(-query.gpus // query.resolved.cluster.host_gpus),
         "layers": query.model.layers,
         "hidden": query.model.hidden,
         "heads": query.model.heads,

@@ -64,7 +64,7 @@ class PointTable:
         return np.concatenate(found) if found else np.zeros(0)
 
     def peak_bytes(self, index: Places) -> Floats:
-        coefficients = self.query.entry.coefficients
+        coefficients = self.query.resolved.entry.coefficients
         return self.priced(index, lambda c: memory(c, coefficients).worst_bytes)
 
 

@@ -37,7 +37,7 @@ class Whole:
         step_s = float(predicted.step_s[i])
         return Phase(
             gpus=query.gpus,
-            host_gpus=query.cluster.host_gpus,
+            host_gpus=query.resolved.cluster.host_gpus,
             work_s=float(self.work_s[i]),
             params=model_params(query.model, query.batch.seq_len),
             low=float(predicted.low_s[i]) / step_s,
@@ -121,4 +121,4 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
         "micro_batch": np.minimum(points["micro_batch"], share),
         "global_batch": size,
     }
-    return predictions(ranking.query.columns(points), ranking.query.entry).step_s
+    return predictions(ranking.query.columns(points), ranking.query.resolved.entry).step_s

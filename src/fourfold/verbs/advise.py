@@ -300,15 +300,16 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
     models = shapes_near(query.model, params, query.batch.seq_len, tp)
     check.that(models, "params", params, "is too small for this vocabulary: no shape comes close")
     return Advice(
-        gpu=query.cluster.device.id,
+        gpu=query.resolved.cluster.device.id,
         gpus=query.gpus,
-        stack=query.stack,
+        stack=query.resolved.stack,
         tokens=tokens,
         tp=tp,
         seq_len=query.batch.seq_len,
         micro_batches="best",
         precision=query.policy.precision_name,
         attention=query.policy.attention,
-        calibration=query.no_rows or counted(query.entry.rows_time, "measured row"),
+        calibration=query.resolved.no_rows
+        or counted(query.resolved.entry.rows_time, "measured row"),
         shapes=compare(query, models, tokens=tokens),
     )

@@ -183,17 +183,13 @@ def _plan(
 ) -> list[tuple[RunSpec, Prediction]]:
     """The fastest plan and the best ones that divide the work in other ways."""
     known = calibration_of(profile, cluster)
-    entry = resolve(OURS, cluster, known).entry
+    engine = resolve(OURS, cluster, known)
     ask = PlanQuery(
         model=catalog.model(chosen.model),
-        cluster=cluster,
+        resolved=replace(engine, no_rows="no run was measured here yet"),
         gpus=chosen.ranks,
         batch=chosen.batch,
         policy=chosen.policy,
-        stack=OURS,
-        entry=entry,
-        calibration=known.name,
-        no_rows="no run was measured here yet",
         evidence={},
         fixed={"virtual_stages": 1, "recompute": "none"},
         explore=True,

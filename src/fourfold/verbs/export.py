@@ -137,9 +137,9 @@ def _setup(ranking: Ranking, place: int, name: str) -> Setup:
         layout=spec.layout,
         batch=spec.batch,
         policy=spec.policy,
-        host_gpus=query.cluster.host_gpus,
-        stack=query.stack,
-        device=query.cluster.device.id,
+        host_gpus=query.resolved.cluster.host_gpus,
+        stack=query.resolved.stack,
+        device=query.resolved.cluster.device.id,
         model_name=name,
         notes=_export_notes(ranking, place),
     )
@@ -149,8 +149,8 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     """Seconds and bytes of the choice, and whether it surely fits."""
     query, predicted, gib = ranking.query, ranking.predicted, 2.0**30
     c = predicted.columns.take(slice(place, place + 1))
-    low, high = memory_bounds(c, query.entry)
-    limit = query.cluster.device.memory_bytes
+    low, high = memory_bounds(c, query.resolved.entry)
+    limit = query.resolved.cluster.device.memory_bytes
     needs = (
         f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
     )
@@ -161,7 +161,7 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     advice = "; --safe prefers layouts that surely fit" if chance < SURE and not query.safe else ""
     known = assumed(ranking, place)
     assumes = (f"a{known.text[1:]}",) if known else ()
-    return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}", *assumes)
+    return (f"predicted as {query.resolved.stack}: {seconds}; {fits}: {needs}{advice}", *assumes)
 
 
 # One of each generation, where none is asked for; prices are those of a few hosts.

@@ -37,7 +37,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     peak_bytes = np.full(mask.size, np.inf)
     members = np.flatnonzero(mask)
     peak_bytes[members] = space.peak_bytes(members)
-    step = STEP * ranking.query.cluster.device.memory_bytes
+    step = STEP * ranking.query.resolved.cluster.device.memory_bytes
     front: list[int] = []
     while mask.any() and len(front) < most:
         index, step_s = fastest(ranking.bounds, mask, keep=1, variants=1)
@@ -47,7 +47,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points = space.points(np.array(front, dtype=np.intp))
     points["peak_bytes"] = peak_bytes[front]
     points["tied"] = np.zeros(len(front), dtype=bool)  # each differs in bytes
-    predicted = predictions(ranking.query.columns(points), ranking.query.entry)
+    predicted = predictions(ranking.query.columns(points), ranking.query.resolved.entry)
     points = with_own_runs(ranking.query.own_runs, points, predicted)
     return replace(ranking, points=points, predicted=predicted, held_back={})
 

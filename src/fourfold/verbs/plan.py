@@ -125,7 +125,7 @@ def fit_check(
 def best_measured(path: str, query: PlanQuery) -> MeasuredBest:
     """Of a table's rows or a store's runs, the one with most tokens per second and GPU: other
     numbers of GPUs and batches compare too. Vocabularies are padded, so their size is not asked."""
-    rows = measured_rows(path, query.cluster)
+    rows = measured_rows(path, query.resolved.cluster)
     c, model = rows.columns, query.model
     same = rows.usable & (rows.step_s > 0)
     asked = {
@@ -171,7 +171,7 @@ def plan(
     check.that(not request.capacity or query.model.moe, "capacity", None, needs)
     measured = best_measured(request.measured, query) if request.measured else None
     compares = not (request.stack or request.export)
-    apart = compares and second_process and query.stack != OURS and len(counts) == 1
+    apart = compares and second_process and query.resolved.stack != OURS and len(counts) == 1
     aside = contextlib.nullcontext()
     if apart and is_worth_it(counts[0]):
         aside = beside(engine_best, request, OURS, counts[0])
@@ -264,14 +264,14 @@ def engine_best(
         if first is not None and _is_for(first, query):
             return EngineBest(engine=engine, stack=first.stack, row=first.best)
         row, why = best_row(rank_layouts(replace(query, gpus=gpus), least=1))
-        return EngineBest(engine=engine, stack=query.stack, row=row, reason=why)
+        return EngineBest(engine=engine, stack=query.resolved.stack, row=row, reason=why)
     except UserError as error:
         return EngineBest(engine=engine, reason=str(error))
 
 
 def _is_for(first: PlanAnswer, query: PlanQuery) -> bool:
     """Return whether a plan's first choice is one of the query's engine, which --export writes."""
-    has_rules = engine_of(query.stack).rules.name == engine_of(first.stack).rules.name
+    has_rules = query.resolved.engine.rules.name == engine_of(first.stack).rules.name
     return has_rules and first.best is not None and first.best.exported
 
 

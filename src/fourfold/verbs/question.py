@@ -96,15 +96,11 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
     _tell_engine(asked, engine, known, on_event, experts=model.moe is not None)
     query = PlanQuery(
         model=model,
-        cluster=cluster,
+        resolved=engine,
         gpus=counts[0],
         batch=batch,
         policy=policy,
-        stack=engine.stack,
         release=release_of(request.export or asked),
-        entry=engine.entry,
-        calibration=engine.calibration,
-        no_rows=engine.no_rows,
         evidence=evidence_for(known, engine.entry),
         remarks=(remark,) if remark else (),
         fixed=fixed,
@@ -114,7 +110,6 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         explore=request.explore,
         safe=request.safe,
         risk=request.risk,
-        like=engine.like,
         own_runs=_own_runs(request.measured, cluster, engine.stack) if request.measured else None,
         tokens=request.tokens,
         lost=request.lost,
@@ -126,16 +121,15 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
 def _export_stacks(engine: Resolved, known: Calibration, *, experts: bool) -> dict[str, str]:
     """Return whose numbers each --export has beside this engine: its own, where the rules are the
     same, else what the short name of the export's engine stands for."""
+    own = engine.stack
     short = {
-        name: exports.stack_of(name)
-        for name in EXPORTS
-        if not exports.has_rules_of(name, engine.stack)
+        name: exports.stack_of(name) for name in EXPORTS if not exports.has_rules_of(name, own)
     }
     measured = {
         stack: match_engine(stack, engine.cluster, known, experts=experts).stack
         for stack in dict.fromkeys(short.values())
     }
-    return {name: measured[short[name]] if name in short else engine.stack for name in EXPORTS}
+    return {name: measured[short[name]] if name in short else own for name in EXPORTS}
 
 
 def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:

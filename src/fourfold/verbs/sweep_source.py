@@ -126,12 +126,13 @@ def _planned(
         export=known.release or None,
     )
     query, counts = resolved(plan, on_event)
-    query = replace(query, cluster=_limited(query.cluster, table))
+    limited = _limited(query.resolved.cluster, table)
+    query = replace(query, resolved=replace(query.resolved, cluster=limited))
     ranking, _ = best_of(query, counts, least=count)
     hint = "'fourfold plan' with the same flags shows the reasons"
     check.that(len(ranking), "count", count, "found no legal layout that fits", hint)
     found = []
-    basis = f"plan on {query.cluster.name}, calibration {query.calibration}"
+    basis = f"plan on {query.resolved.cluster.name}, calibration {query.resolved.calibration}"
     for i in range(min(count, len(ranking))):
         spec = _spec(table, ranking, i)
         found.append(Combination(_varied(i, spec), spec))

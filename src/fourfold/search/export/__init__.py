@@ -162,7 +162,7 @@ def writers(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
 def runs_in(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
     """Return titles of engines that --export writes a layout for, that of the stack whose numbers
     they are among them; an older release counts where the newer one cannot."""
-    own = engine_of(query.stack).rules.name
+    own = query.resolved.engine.rules.name
     titles: dict[str, str] = {}
     for name, engine in EXPORTS.items():
         is_listed = name in (*USUAL, own) and engine.export.before not in titles
@@ -174,7 +174,7 @@ def runs_in(query: PlanQuery, spec: RunSpec) -> tuple[str, ...]:
 def is_written(query: PlanQuery, spec: RunSpec) -> bool:
     """Return whether --export writes a layout for the engine whose seconds a plan has; for any
     engine, where there is no export of that one."""
-    rules = engine_of(query.stack).rules.name
+    rules = query.resolved.engine.rules.name
     own = [
         name
         for name, engine in EXPORTS.items()
@@ -191,7 +191,7 @@ def _can_write(engine: str, query: PlanQuery, spec: RunSpec) -> bool:
         layout=spec.layout,
         batch=spec.batch,
         policy=policy_of_engine(query, spec.policy, stack),
-        host_gpus=query.cluster.host_gpus,
+        host_gpus=query.resolved.cluster.host_gpus,
         stack=stack,
     )
     return why_not_written(engine, setup) is None
