@@ -301,7 +301,7 @@ _OTHERS_TOO = {"torchrun", "transformers"}
 NAME_ENGINES = {
     **{
         f"commands/{name}.py": "examples in help"
-        for name in ("estimates", "plan", "read", "verify")
+        for name in ("estimates", "models", "plan", "read", "verify")
     },
     "verbs/conformance.py": "examples of a flag",
     "verbs/run_requests.py": "examples of a flag",

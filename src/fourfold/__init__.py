@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fourfold.verbs.collect import CollectRequest, collect
     from fourfold.verbs.conformance import EnginesRequest, conform, engines, install_engines, matrix
     from fourfold.verbs.diagnose import diagnose
+    from fourfold.verbs.engine_memory import engine_memory
+    from fourfold.verbs.engine_memory_request import EngineMemoryRequest
     from fourfold.verbs.export import SupportRequest, export, support
     from fourfold.verbs.fit import fit, score, suggest_runs
     from fourfold.verbs.front import front, largest
@@ -83,6 +85,8 @@ _MODULES = {
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
     "verbs.diagnose": "diagnose",
+    "verbs.engine_memory": "engine_memory",
+    "verbs.engine_memory_request": "EngineMemoryRequest",
     "verbs.export": "SupportRequest export support",
     "verbs.fit": "fit score suggest_runs",
     "verbs.front": "front largest",
@@ -93,8 +97,8 @@ _MODULES = {
     "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
     "verbs.requests": "ClusterRequest DiagnoseRequest FitRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
-    "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
-    "SweepRequest TraceRequest TrainRequest VerifyRequest",
+    "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep "
+    "OneRankRequest PlanSweep SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
     "verbs.shapes": "FlopsRequest cluster clusters flops gpus model models",
     "verbs.sweep": "plan_sweep submit_sweep sweep",

@@ -12,9 +12,12 @@ from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import shapes
+from fourfold.show.engine_memory import memory_page
 from fourfold.show.table import Part, named, table
+from fourfold.spec import check
 from fourfold.spec.layout import AXES
 from fourfold.units import counted, show_bytes
+from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 from fourfold.verbs.shapes import FlopsRequest
 
 _MODELS = """\
@@ -74,17 +77,26 @@ def flops(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: shapes.flops_page(answer))
 
 
+_ENGINE = options.of(EngineMemoryRequest, "engine", "layout", "gpu", "limit", "engines")
 _DRYRUN = """\
 examples:
   fourfold dryrun --model llama-3.1-8b --gpus 64 --tp 8 --pp 2 --seq-len 8192 --global-batch 64
   fourfold dryrun --model gpt-181b --tp 8 --pp 12 --dp 4 --micro-batch 2 --global-batch 2048 \\
       --seq-len 2048 --recompute full --sharding zero1 --precision fp16 --stages
+  fourfold dryrun --engine torchtitan==0.2.2 --model llama-3.1-8b --layout "dp64 zero3" \\
+      --seq-len 8192 --gpu h100-80gb              another engine's own code, against a GPU's memory
 """
 
 
 @command(
-    option("--rank", "rank to count (default 0)", "R", read=int, either="which"),
+    option(
+        "--rank",
+        "rank to count (default 0), or of another engine first, last, worst (its default)",
+        "R",
+        either="which",
+    ),
     option("--stages", "count one rank of every pipeline stage", switch=True, either="which"),
+    *_ENGINE,
     *options.run_options(),
     examples=_DRYRUN,
 )
@@ -95,10 +107,24 @@ def dryrun(args: Any, show: OnEvent) -> Output:
     fake tensors, which have shapes but no memory. It counts rank 0, --rank R, or with --stages one
     rank of every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2
     pp and extrapolated linearly.
+
+    With --engine another engine's own model, wrappers, schedule and optimizer take two steps as the
+    rank, and a model of torch's allocator says what it allocates and reserves, and whether that
+    fits. It needs the release ('fourfold engines install'), no GPU and no weights.
     """
     run = options.run_table(args, note=notes(show))
-    answer = fourfold.dryrun(run, rank=args.rank, stages=bool(args.stages), on_event=show)
-    return Output.of(answer, lambda: _page(answer))
+    if args.engine is None:
+        options.refuse(args, _ENGINE, "goes with --engine")
+        is_number = args.rank is None or args.rank.isdecimal()
+        check.that(is_number, "--rank", args.rank, "must be a number", "add --engine for a name")
+        rank = None if args.rank is None else int(args.rank)
+        answer = fourfold.dryrun(run, rank=rank, stages=bool(args.stages), on_event=show)
+        return Output.of(answer, lambda: _page(answer))
+    rule, hint = "does not go with --engine", "use --rank worst, which counts every stage"
+    check.that(not args.stages, "--stages", None, rule, hint)
+    request = options.load(EngineMemoryRequest, args)
+    memory = fourfold.engine_memory(run, request, on_event=show)
+    return Output.of(memory, lambda: memory_page(memory), status=0 if memory.runs else 1)
 
 
 def _page(answer: Any) -> list[Part]:

@@ -8,6 +8,7 @@ layout, since nothing travels between ranks, and never a row of the run store.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +89,36 @@ class LiveTensor:
     phase: str
 
 
+Fit = Literal["fits", "retries", "oom"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorFits:
+    """Under each kind of allocator, whether a rank runs in a limit: it `fits`, it runs after cached
+    memory was returned to the driver in `retries`, which take time, or it is out of memory."""
+
+    segments: Fit
+    expandable: Fit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemoryRequest:
     """One rank of another engine's job, by the arguments that the engine is started with; `folder`
-    has the files that they name."""
+    has the files that they name. `limit_bytes`: what the allocator may reserve."""
 
     rank: int
     world: int
     folder: str
     arguments: tuple[str, ...]
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemoryCount:
     """What one rank of another engine's job holds: `allocated_bytes` of tensors, rounded as the
     allocator does, and `reserved_bytes` with what it caches; kinds and tensors of its peak, and the
-    highest bytes of each phase. `params` are the weights of this rank's stage and tp shard."""
+    highest bytes of each phase. `params`: weights of this rank's stage, before they are sharded;
+    `fits` is of the request's limit."""
 
     rank: int
     stage: int
@@ -116,6 +131,7 @@ class RankMemoryCount:
     peak: tuple[LiveTensor, ...]
     num_events: int
     num_unknown_values: int
+    fits: AllocatorFits | None = None
     seconds: float = 0.0
     host_bytes: int = 0
 

@@ -161,6 +161,21 @@ class SettingsExport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAdapter:
+    """What counts a rank of an engine for `dryrun --engine`, and of which of its runs."""
+
+    file: str  # of its folder
+    axes: tuple[str, ...]
+    precisions: tuple[str, ...]
+    experts: bool = False
+    compiled: bool = False
+    # Options that an export sets and nobody asked for: a dry run leaves them as the engine has
+    # them. Those of `sharding` stay where another sharding is asked for than the engine's own.
+    left: tuple[str, ...] = ()
+    left_of_sharding: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAdapter:
     """What speaks to an engine for `verify --engine`."""
 
@@ -168,6 +183,7 @@ class EngineAdapter:
     file: str = "adapter"  # of its folder
     below: dict[str, str] = field(default_factory=dict)  # files for releases before a version
     imports: tuple[str, ...] = ()  # distributions that it needs without saying so
+    memory: dict[str, MemoryAdapter] = field(default_factory=dict)  # by the export of a release
 
     def file_of(self, version: str) -> str:
         """Return the file of the engine's folder that speaks to a release."""

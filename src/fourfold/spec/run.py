@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
-from fourfold.spec import check, codec, words
+from fourfold.spec import check, codec, texts, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Size
 from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
@@ -180,6 +180,24 @@ def nested(table: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any
             rule, hint = f"contradicts {paths[name]} = {stated}", "omit one of them"
             raise UserError(rule, field=name, value=value, hint=hint)
         result[head] = {**inner, name: stated if value is None else value}
+    return result
+
+
+def put_layout(table: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a run's table with the layout of a text, which may add a sharding and any fields:
+    'pp4 dp16 tp8 zero1 batch.micro_batch=2'."""
+    result = {name: dict(v) if isinstance(v, Mapping) else v for name, v in table.items()}
+    axes = []
+    for word in text.split():
+        if word in SHARDINGS:
+            codec.put(result, "policy.sharding", word)
+        elif "=" in word:
+            path, _, value = word.partition("=")
+            codec.put(result, path, texts.toml_value(value))
+        else:
+            axes.append(word)
+    if axes:
+        result["layout"] = " ".join(axes)
     return result
 
 

@@ -34,9 +34,9 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.resolve import resolve
-from fourfold.spec import RunSpec, check, codec, texts
-from fourfold.spec.run import AnyRun
-from fourfold.spec.words import OURS, SHARDINGS
+from fourfold.spec import RunSpec, check, codec
+from fourfold.spec.run import AnyRun, put_layout
+from fourfold.spec.words import OURS
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of
 from fourfold.verbs.facts import post_mortem
@@ -226,18 +226,7 @@ def _of_rank(report: RunReport, rank: int) -> RunReport:
 
 def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec:
     """The run under the layout text, which may add a sharding and any fields."""
-    table = {name: dict(v) if isinstance(v, Mapping) else v for name, v in run.items()}
-    axes = []
-    for word in text.split():
-        if word in SHARDINGS:
-            codec.put(table, "policy.sharding", word)
-        elif "=" in word:
-            path, _, value = word.partition("=")
-            codec.put(table, path, texts.toml_value(value))
-        else:
-            axes.append(word)
-    if axes:
-        table["layout"] = " ".join(axes)
+    table = put_layout(run, text)
     if request.world is not None:
         table["gpus"] = request.world
     table = {"steps": _STEPS, "warmup": _WARMUP, **table}

@@ -18,6 +18,7 @@ from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, OURS, CpKind, Dtype, Fault
 from fourfold.verbs import Request, set_field
+from fourfold.verbs.engine_memory_request import ENGINES
 from fourfold.verbs.requests import CONVENTION, STORE, Size
 
 
@@ -36,7 +37,6 @@ class Start(Request):
 
 # Our own engine, where engines are named.
 ON = ("where to run: local (default), slurm, or a site file or name", "SITE")
-ENGINES = ("folder of installed engines (default: the user's cache)", "DIR")
 _OTHER = "another engine"
 PRINT = "print the site's batch script, ready for sbatch, and start nothing"
 DETACH = "leave it to the site's scheduler; the same command without it follows the job"

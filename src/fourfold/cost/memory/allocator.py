@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.result.one_rank import Fit
+
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
 SMALL_BYTES = MIB  # kSmallSize: larger requests use the large pool
@@ -348,3 +350,14 @@ def replay(
         else:
             allocator.allocate(event.storage, event.bytes, event.stream)
     return allocator.peaks
+
+
+def fit(
+    history: Iterable[StorageEvent], limit_bytes: int, *, expandable_segments: bool = False
+) -> Fit:
+    """Return whether a history runs where the driver has `limit_bytes` to give."""
+    try:
+        peaks = replay(history, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+    except OutOfMemoryError:
+        return "oom"
+    return "retries" if peaks.retries else "fits"

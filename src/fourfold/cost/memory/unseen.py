@@ -16,6 +16,7 @@ FIRST_COMMUNICATOR_BYTES = 585 * 10**6
 COMMUNICATOR_BYTES = 409 * 10**6
 # torch's notes on CUDA: one workspace for each cuBLAS handle, 32 MiB from Hopper on.
 WORKSPACE_BYTES = 32 * 2**20
+WORKSPACE = "cuBLAS workspace"
 # The same runs, five models of 1 to 7 billion parameters: reserved over allocated at the peak.
 # Cached memory is given back before an allocation fails, so it is told and not added.
 RESERVED_RATIO = (1.18, 1.28)
@@ -46,7 +47,7 @@ def unseen_parts(c: Columns) -> tuple[Unseen, ...]:
     count, wires = (int(number[0]) for number in communicators(c))
     known = [
         ("CUDA context and kernels", CONTEXT_BYTES, "measured on an H200, torch 2.11"),
-        ("cuBLAS workspace", WORKSPACE_BYTES, "torch's notes on CUDA"),
+        (WORKSPACE, WORKSPACE_BYTES, "torch's notes on CUDA"),
     ]
     if count:
         source = "measured on an H200, NCCL 2.28: 0.585 GB for the first, 0.409 GB for each other"

@@ -15,11 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.cost.memory.allocator import StorageEvent, replay, rounded
+from fourfold.cost.memory.allocator import StorageEvent, fit, replay, rounded
 from fourfold.engine import compat, compat_modes
 from fourfold.engine.observe.ledger import Allocation, Ledger
 from fourfold.engine.observe.operators import workspace_bytes
-from fourfold.result.one_rank import AllocatorBytes, LiveTensor, MemoryKind, RankMemoryCount
+from fourfold.result.one_rank import (
+    AllocatorBytes,
+    AllocatorFits,
+    LiveTensor,
+    MemoryKind,
+    RankMemoryCount,
+)
 
 _LARGEST = 10
 _BUILD = "build"
@@ -195,8 +201,10 @@ class StorageLedger(Ledger):
 
     # What it comes to.
 
-    def count(self, *, rank: int, stage: int, params: int) -> RankMemoryCount:
-        """Return the memory of the rank since `begin`."""
+    def count(
+        self, *, rank: int, stage: int, params: int, limit_bytes: int | None = None
+    ) -> RankMemoryCount:
+        """Return the memory of the rank since `begin`, and whether it fits into a limit."""
         peak_event, phases = self._peaks()
         live = self._live_at(peak_event)
         kinds: Counter[str] = Counter()
@@ -223,6 +231,13 @@ class StorageLedger(Ledger):
             peak=tuple(r.live(self._kind(r), self.marks[r.born][1]) for r in largest),
             num_events=len(self.history),
             num_unknown_values=self.num_unknown_values,
+            fits=None if limit_bytes is None else self._fits(limit_bytes),
+        )
+
+    def _fits(self, limit_bytes: int) -> AllocatorFits:
+        return AllocatorFits(
+            segments=fit(self.history, limit_bytes),
+            expandable=fit(self.history, limit_bytes, expandable_segments=True),
         )
 
     def _peaks(self) -> tuple[int, dict[str, int]]:

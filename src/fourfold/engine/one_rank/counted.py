@@ -22,7 +22,7 @@ _CUBLAS_BYTES = 2 * 32 * 2**20
 
 class CountedRank(contextlib.ExitStack):
     """Inside, this process is rank `rank` of a world of which no other rank exists. `package`: the
-    engine's folder. `is_fake`: False counts real tensors, for tests."""
+    engine's folder. `is_fake`: False counts real tensors, by the CPU's operators."""
 
     def __init__(self, rank: int, world: int, package: Path, *, is_fake: bool = True) -> None:
         super().__init__()
