@@ -122,7 +122,7 @@ def sampled(rng: random.Random) -> RunSpec:
             )
         except UserError:
             continue
-        target = Target(gpus=spec.gpus, stack="fourfold")
+        target = Target(gpus=spec.gpus)
         if not why_not(spec.model, spec.layout, spec.batch, spec.policy, target):
             return spec
 

@@ -24,7 +24,7 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.engine import EXPORTS
+from fourfold.spec.engine import EXPORTS, engine_of
 from fourfold.spec.experts import Moe
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -127,7 +127,7 @@ def sampled(engine: str, count: int, models: Sequence[ModelShape] = ()) -> list[
     while len(found) < count:
         model = models[len(found) % len(models)]
         one = _drawn(engine, model, dice)
-        target = Target(stack=one.stack, release=engine, gpus=one.layout.world)
+        target = Target(engine=engine_of(one.stack), release=engine, gpus=one.layout.world)
         if why_not(model, one.layout, one.batch, one.policy, target):
             continue
         export.write_folder(engine, one)  # what is legal for a release, it has settings for

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.search.legal import RULES, Target, case_of, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.engine import ENGINES
+from fourfold.spec.engine import ENGINES, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
@@ -61,7 +61,7 @@ def as_run(row: dict[str, int], batch: tuple[int, Ramp | None]) -> tuple[Layout,
     gpus=st.sampled_from([None, 8, 96]),
 )
 def test_columns_agree_with_single_runs(rows, batch, model, stack, gpus) -> None:
-    shape, target = catalog.model(model), Target(stack=stack, gpus=gpus)
+    shape, target = catalog.model(model), Target(engine=engine_of(stack), gpus=gpus)
     single = [why_not(shape, *as_run(row, batch), target) for row in rows]
     case = case_of(shape, *as_run(rows[0], batch), target)
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}

@@ -79,7 +79,7 @@ def sampled(rng: random.Random, *, experts: bool = False) -> tuple[RunSpec, str,
         )
         stack = rng.choice((*ENGINES, *MEASURED))
         device = catalog.device(rng.choice(("a100-80gb", "h100-80gb", "b200")))
-        target = Target(stack=stack, gpus=spec.gpus, device=device, runs=False)
+        target = Target(engine=engine_of(stack), gpus=spec.gpus, device=device, runs=False)
         if not why_not(spec.model, spec.layout, spec.batch, spec.policy, target):
             # With room for everything, so that the planner lists it.
             return spec, stack, usual_cluster(replace(device, memory_bytes=2**46), spec.gpus)
@@ -598,7 +598,7 @@ def filled_row(rng: random.Random) -> FilledRow | None:
         name, layout, policy=policy, seq_len=4096, micro_batch=batch.micro_batch, global_batch=512
     )
     device = catalog.cluster(cluster).device
-    target = Target(stack=stack, gpus=run.gpus, device=device, runs=False)
+    target = Target(engine=engine_of(stack), gpus=run.gpus, device=device, runs=False)
     if why_not(model, layout, batch, policy, target):
         return None
     place = catalog.cluster(cluster, run.gpus)

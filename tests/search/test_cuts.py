@@ -17,6 +17,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.codec import decode, encode
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from tests.specs import run_spec
@@ -58,7 +59,7 @@ def test_no_legal_cut_loses_a_layer(layers: int, pp: int, virtual: int, stack: s
     schedule = "interleaved" if virtual > 1 else "1f1b"
     policy = Policy(schedule=schedule, virtual_stages=virtual)
     batch = Batch(seq_len=2048, global_batch=pp)
-    if why_not(model, Layout(pp=pp), batch, policy, Target(stack=stack)):
+    if why_not(model, Layout(pp=pp), batch, policy, Target(engine=engine_of(stack))):
         return
     spec = run_spec(model, f"pp{pp}", batch=batch, policy=policy)
     c = columns_of([spec], cluster=H100, stack=stack)

@@ -25,7 +25,7 @@ BATCH = Batch(seq_len=2048, micro_batch=1, global_batch=64)
 def reasons(
     model=LLAMA, layout="dp1", *, batch=BATCH, stack="generic", gpus=None, device=None, **policy
 ):
-    target = Target(stack=stack, gpus=gpus, device=device)
+    target = Target(engine=engine_of(stack), gpus=gpus, device=device)
     refused = why_not(model, Layout.parse(layout), batch, Policy(**policy), target)
     for refusal in refused:
         assert refusal.rule
@@ -66,7 +66,9 @@ def test_every_stage_of_a_ramp_is_asked() -> None:
     growth = Ramp(start=192, increment=32, samples=10**6)
     ramp = Batch(seq_len=2048, micro_batch=2, global_batch=2048, ramp=growth)
     assert reasons(layout="dp32", batch=replace(ramp, ramp=None), stack="megatron") == []
-    refused = why_not(LLAMA, Layout.parse("dp32"), ramp, Policy(), Target(stack="megatron"))
+    refused = why_not(
+        LLAMA, Layout.parse("dp32"), ramp, Policy(), Target(engine=engine_of("megatron"))
+    )
     assert [r.reason for r in refused] == ["micro-divides"]
     assert "ramp stage 224" in refused[0].rule
     assert reasons(layout="dp16", batch=ramp, stack="megatron") == []

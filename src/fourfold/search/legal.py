@@ -3,7 +3,7 @@ rules about whole columns (candidates.py). Memory is checked elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from fourfold.search.rules import cuts, engine, experts
 from fourfold.search.rules.case import Rule, RuleCase
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Device
-from fourfold.spec.engine import EXPORTS, EngineRules, engine_of
+from fourfold.spec.engine import EXPORTS, Engine, EngineRules, engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -48,7 +48,7 @@ class Refusal:
 class Target:
     """Where it should run: whose engine, on how many ranks of what; None: not asked."""
 
-    stack: str = OURS
+    engine: Engine = field(default_factory=lambda: engine_of(OURS))
     release: str = ""  # one of EXPORTS, where that is asked instead
     gpus: int | None = None
     device: Device | None = None
@@ -56,13 +56,13 @@ class Target:
 
     @property
     def rules(self) -> EngineRules:
-        return EXPORTS[self.release].rules if self.release else engine_of(self.stack).rules
+        return EXPORTS[self.release].rules if self.release else self.engine.rules
 
 
 def case_of(
     model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
 ) -> RuleCase:
-    habits = engine_of(target.stack).habits
+    habits = target.engine.habits
     return RuleCase(
         model=model,
         stack=target.rules,

@@ -63,7 +63,7 @@ class PlanQuery:
     @property
     def target(self) -> Target:
         return Target(
-            stack=self.resolved.stack,
+            engine=self.resolved.engine,
             release=self.release,
             gpus=self.gpus,
             device=self.resolved.cluster.device,

@@ -166,8 +166,8 @@ class Predictor:
 
     def target(self, spec: RunSpec) -> Target:
         """Whose rules say whether it can run."""
-        runs = engine_of(self.stack).is_ours
-        return Target(stack=self.stack, release=self.release, gpus=spec.gpus, runs=runs)
+        engine = engine_of(self.stack)
+        return Target(engine=engine, release=self.release, gpus=spec.gpus, runs=engine.is_ours)
 
     def basis(self, spec: RunSpec) -> str:
         if self.named:

@@ -236,7 +236,7 @@ def _require_runnable(
     """Raise what an engine refuses in every layout: by the rules of the release that will run it,
     or because that has no settings for it."""
     target = Target(
-        stack=engine.stack,
+        engine=engine.engine,
         release=runner if runner and EXPORTS[runner].export.writer else "",
         gpus=gpus,
         device=engine.cluster.device,

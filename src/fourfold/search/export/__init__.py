@@ -119,7 +119,8 @@ def check_always(engine: str, setup: Setup) -> None:
     """Refuse what an engine has no settings for in any layout: a model, a batch or a policy."""
     setup = replace(setup, model=without_idle_window(setup.model, setup.batch.seq_len))
     check(engine, setup.model)
-    target = Target(stack=setup.stack, release=engine if _entry(engine).export.writer else "")
+    release = engine if _entry(engine).export.writer else ""
+    target = Target(engine=engine_of(setup.stack), release=release)
     for refusal in certain_refusals(setup.model, setup.batch, setup.policy, target):
         raise refusal.error
     check_settings(engine, setup)

@@ -218,7 +218,7 @@ def check_rules(engine: str, setup: Setup) -> None:
     """Refuse a layout that breaks a rule of the engine's release."""
     if setup.layout.order != AXES:
         raise no_setting(engine, "layout.order", " ".join(setup.layout.order), " ".join(AXES))
-    target = Target(stack=setup.stack, release=engine, runs=False)
+    target = Target(engine=engine_of(setup.stack), release=engine, runs=False)
     for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
         raise broken.error
 
