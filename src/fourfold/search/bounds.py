@@ -1,7 +1,6 @@
 """Lower bounds of seconds. A row of the table pays for gradients and updates at least what is left
-when a backward pass of any length hides them. In the pipeline no sharding is faster than one that
-gathers no weights, computed once for all of them; the gathers of a point under zero3 bound it
-closer, and are asked about where the first bound does not settle it.
+when a backward pass of any length hides them. What the pipeline takes is bounded once for all rows
+that share it, and apart for those that gather weights in it (zero3), by the fastest such gather.
 """
 
 from __future__ import annotations
@@ -51,23 +50,11 @@ class Bounds:
     layouts: Places  # a number from 0 for the layout of each row
     least_s: Floats  # [pipes, ways]
     per_step_s: Floats  # of each row, at least, for gradients and updates
-    move_s: Floats  # of each row, for the gathers of one layer
     pipe: Places  # of each row
-    pipes: Pipes
 
     def of(self, index: Places) -> Floats:
         row, way = np.divmod(index, self.least_s.shape[1])
         return self.least_s[self.pipe[row], way] + self.per_step_s[row]
-
-    def is_rough(self, index: Places) -> Bools:
-        """Points that gather weights, whose bound can be closer."""
-        return self.move_s[index // self.least_s.shape[1]] > 0.0
-
-    def closer(self, index: Places) -> Floats:
-        """With the weights that each point gathers."""
-        row, way = np.divmod(index, self.least_s.shape[1])
-        least_s = self.pipes.bound_s(self.pipe[row], way, way, self.move_s[row])
-        return least_s * (1.0 - SLACK) + self.per_step_s[row]
 
     def layout(self, index: Places) -> Places:
         return self.layouts[index // self.least_s.shape[1]]
@@ -83,21 +70,22 @@ def bounds_of(table: PointTable, asked: Bools | None = None) -> Bounds:
     """`asked`: all that is ever looked for among, else every legal point; the bound of what is not
     is of no use."""
     rows = table.rows
-    first, pipe = alike(rows, (*LAYOUT, "virtual_stages", "schedule"))
-    pipes = pipes_of(
-        table.query, {name: column[first] for name, column in rows.items()}, table.ways
-    )
-    held = _some(table.legal if asked is None else asked, pipe, len(first))
     once, back = alike(rows, ("replicate", "shard", *MODEL_AXES, *EXPERT_AXES, "zero"))
     few = {name: column[once] for name, column in rows.items()}
+    move_s = gathering_s(table.query, few)[back]
+    gathers = {"gathers": (move_s > 0.0).astype(np.int64)}
+    first, pipe = alike(rows | gathers, (*LAYOUT, "virtual_stages", "schedule", "gathers"))
+    least_move_s = np.full(len(first), np.inf)
+    np.minimum.at(least_move_s, pipe, move_s)
+    one_each = {name: column[first] for name, column in rows.items()}
+    pipes = pipes_of(table.query, one_each, table.ways, least_move_s)
+    held = _some(table.legal if asked is None else asked, pipe, len(first))
     return Bounds(
         table=table,
         layouts=alike(rows, LAYOUT)[1],
         least_s=pipes.least_s(held) * (1.0 - SLACK),
         per_step_s=per_step_s(table.query, few)[back] * (1.0 - SLACK),
-        move_s=gathering_s(table.query, few)[back],
         pipe=pipe,
-        pipes=pipes,
     )
 
 
@@ -142,9 +130,9 @@ def gathering_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipes:
-    """Rows that differ in how the state is sharded are one pipe. Seconds of a micro batch,
-    [layouts, sizes, kinds of recompute]: a layer knows neither pipeline stages nor, below zero3,
-    the sharding."""
+    """Rows that differ in how the state is sharded are one pipe, or two where some of them gather
+    weights. Seconds of a micro batch, [layouts, sizes, kinds of recompute]: a layer knows neither
+    pipeline stages nor, below zero3, the sharding."""
 
     query: PlanQuery
     rows: dict[str, Ints]
@@ -156,6 +144,7 @@ class Pipes:
     busy_s: Floats  # of a layer, without waiting for its host
     head_s: Floats
     embed_s: Floats
+    move_s: Floats  # of each pipe, at least, to gather the weights of a layer
 
     def least_s(self, held: Bools) -> Floats:
         """[pipes, ways] seconds that no sharding undercuts, what happens once a step left out; 0
@@ -173,23 +162,20 @@ class Pipes:
         on_cores(fill, blocks(held, 4 * CHUNK))
         return found
 
-    def bound_s(
-        self, pipe: Places, sized: Places, made: Places, move: Floats | None = None
-    ) -> Floats:
+    def bound_s(self, pipe: Places, sized: Places, made: Places) -> Floats:
         """The closed form (cost/step/estimate.py) of what happens in the pipeline, of ways with the
-        micro batch of the one and the recompute of the other; `move`: seconds in which a point
-        gathers the weights of a layer."""
+        micro batch of the one and the recompute of the other."""
         points = {name: column[pipe] for name, column in self.rows.items()}
         points["micro_batch"] = self.ways["micro_batch"][sized]
         points["recompute"] = self.ways["recompute"][made]
         c, coef = self.query.columns(points, is_open=True), self.query.resolved.entry.coefficients
         kind = np.searchsorted(self.kinds, points["recompute"])
-        first = self.layouts[pipe] * len(self.sizes)
+        first, move = self.layouts[pipe] * len(self.sizes), self.move_s[pipe]
 
         def stages(size: Floats) -> StageTimes:
             place = (first + np.searchsorted(self.sizes, size)) * len(self.kinds) + kind
             layer = self.layer_s.take(place)
-            if move is not None:
+            if move.any():
                 overlapped = overlapped_s(c, coef, busy=self.busy_s.take(place), move=move)
                 layer = np.maximum(layer, overlapped)
             ends = self.head_s.take(place), self.embed_s.take(place)
@@ -201,7 +187,9 @@ class Pipes:
         return took + waits + jitter + fixed_s(c, coef)
 
 
-def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> Pipes:
+def pipes_of(
+    query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints], move_s: Floats
+) -> Pipes:
     """`rows`: one of each pipe."""
     pipes = rows | {"shard": rows["replicate"] * rows["shard"]}
     pipes |= dict.fromkeys(("replicate", "zero"), np.ones_like(pipes["shard"]))
@@ -235,4 +223,5 @@ def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> 
         busy_s=busy,
         head_s=head,
         embed_s=embed,
+        move_s=move_s,
     )

@@ -18,28 +18,14 @@ AT_ONCE = 4096  # points looked at before bounds are compared again
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Points that may be among the fastest: their bounds, layouts, and whether a closer bound has
-    not been asked for."""
+    """Points that may be among the fastest: their bounds and layouts."""
 
     index: Places
     least_s: Floats
     layout: Places
-    is_rough: Bools
 
     def only(self, some: Bools | Places) -> _Waiting:
-        return _Waiting(
-            self.index[some], self.least_s[some], self.layout[some], self.is_rough[some]
-        )
-
-    def closer(self, bounds: Bounds, now: Bools) -> tuple[_Waiting, Bools]:
-        """(with the closer bounds of these, those of them that are still below the others)."""
-        rough = now & self.is_rough
-        if not rough.any():
-            return self, now
-        least_s = self.least_s.copy()
-        least_s[rough] = np.maximum(least_s[rough], bounds.closer(self.index[rough]))
-        left = _Waiting(self.index, least_s, self.layout, self.is_rough & ~rough)
-        return left, now & (least_s <= self.least_s[now].max())
+        return _Waiting(self.index[some], self.least_s[some], self.layout[some])
 
 
 def fastest(
@@ -60,7 +46,6 @@ def fastest(
     points, seconds = [np.zeros(0, dtype=np.intp)], [np.zeros(0)]
     now = _first_points(left, keep)
     while len(left.index):
-        left, now = left.closer(bounds, now)
         some = left.only(now & (left.least_s <= limit_s[left.layout]))
         index, step_s = some.index, timed(bounds.table, some.index)
         if holds is not None:
@@ -83,15 +68,13 @@ def _waiting(bounds: Bounds, mask: Bools, most_s: float) -> _Waiting:
     index = np.flatnonzero(mask)
     least_s = bounds.of(index)
     index, least_s = index[least_s <= most_s], least_s[least_s <= most_s]
-    return _Waiting(index, least_s, bounds.layout(index), bounds.is_rough(index))
+    return _Waiting(index, least_s, bounds.layout(index))
 
 
 def _first_points(left: _Waiting, keep: int | None) -> Bools:
-    """The most promising point of each of the most promising layouts, of those whose bound is as
-    close as it gets; then come those of all."""
+    """The most promising point of each of the most promising layouts; then come those of all."""
     now = np.zeros(len(left.index), dtype=bool)
-    close = np.flatnonzero(~left.is_rough)
-    by_bound = close[np.argsort(left.least_s[close], kind="stable")]
+    by_bound = np.argsort(left.least_s, kind="stable")
     first = np.unique(left.layout[by_bound], return_index=True)[1]
     now[by_bound[np.sort(first)[:keep]]] = True
     return now
