@@ -13,6 +13,7 @@ from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.engine import engine_of
 from tests.specs import run_spec
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "floor.py"
@@ -25,7 +26,7 @@ CLUSTER = usual_cluster(catalog.device("h200"), 1)
 SIZES = {"seq_len": 8192, "micro_batch": 2, "global_batch": 4}
 SPEC = run_spec("llama-3.2-1b-untied", compile=True, **SIZES)
 LAYER, FIRST, LAST, ELEMENT = floor.least_bytes(
-    columns_of([SPEC], cluster=CLUSTER, stack="fourfold")
+    columns_of([SPEC], cluster=CLUSTER, engine=engine_of("fourfold"))
 )
 SEEN = {"matrix products": 0.21, "attention": 0.03, "norms and element-wise": 0.02,
         "copies and casts": 0.001, "fills": 0.5}  # fmt: skip

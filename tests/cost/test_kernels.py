@@ -25,7 +25,7 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import parse
 from fourfold.result.profile import AttentionPoint
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import PRICED_ATTENTION
 from fourfold.verbs.machine import known_cluster
@@ -168,7 +168,7 @@ def test_which_gpus_have_newer_kernels(gpu: str, older: float) -> None:
 )
 def test_a_policy_names_the_kernel_that_runs(attention, stack, gpu, kernel) -> None:
     policy = Policy(attention=attention)
-    assert priced_attention(policy, stack, catalog.device(gpu)) == kernel
+    assert priced_attention(policy, engine_of(stack), catalog.device(gpu)) == kernel
 
 
 def test_torch_recomputes_all_of_a_layer_but_its_last_product() -> None:

@@ -34,7 +34,7 @@ from fourfold.cost.table.rows import parse
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import resolve
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
 from tests.specs import run_spec
 
@@ -48,7 +48,9 @@ def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Column
     layout = Layout(shard=32, tp=8)
     sizes = {"seq_len": 8192, "global_batch": 32 * micro, "micro_batch": micro}
     spec = run_spec("llama-3.1-70b", layout, **sizes, **policy)
-    return columns_of([spec], cluster=usual_cluster(catalog.device(gpu), 256), stack=stack)
+    return columns_of(
+        [spec], cluster=usual_cluster(catalog.device(gpu), 256), engine=engine_of(stack)
+    )
 
 
 def activations(c: Columns, stack: str) -> float:
@@ -110,7 +112,7 @@ def test_the_fullest_stage_may_be_between_the_ends() -> None:
     fields = {"sharding": "zero2", "schedule": "interleaved", "virtual_stages": 8}
     spec = run_spec("llama-3.1-405b", layout, seq_len=8192, global_batch=2048, **fields)
     machine = usual_cluster(catalog.device("h100-80gb"), 16384)
-    c = columns_of([spec], cluster=machine, stack="generic")
+    c = columns_of([spec], cluster=machine, engine=engine_of("generic"))
     found = memory(c, defaults())
     assert found.worst_bytes > found.first_bytes > found.last_bytes
     assert found.parts["logits"] == 0.0
@@ -190,11 +192,11 @@ def test_torchtitan_is_counted_as_it_ran() -> None:
     ).entry
     for report in reports:
         cluster = catalog.cluster(str(H200 / "one-h200.toml"))
-        c = columns_of([report.spec], cluster=cluster, stack="torchtitan")
+        c = columns_of([report.spec], cluster=cluster, engine=engine_of("torchtitan"))
         said = memory(c, entry.coefficients).worst_bytes[0]
         held = max(rank.peak_bytes for rank in report.memory)
         assert said == pytest.approx(held, rel=0.06), report.spec.model.name
         assert fit_chance(c, entry)[0] > SURE
         eager = replace(report.spec, policy=replace(report.spec.policy, compile=False))
-        plain = columns_of([eager], cluster=cluster, stack="torchtitan")
+        plain = columns_of([eager], cluster=cluster, engine=engine_of("torchtitan"))
         assert memory(plain, entry.coefficients).worst_bytes[0] > said

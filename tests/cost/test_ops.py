@@ -23,7 +23,7 @@ from fourfold.result.one_rank import OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import resolve
 from fourfold.spec import catalog, codec
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.run import RunSpec
 from fourfold.units import whole_units
 
@@ -45,7 +45,7 @@ def run(**fields) -> RunSpec:
 
 def columns(spec: RunSpec, stack: str = "megatron-lm-2025"):
     cluster = usual_cluster(catalog.device("h100-80gb"), spec.gpus)
-    return columns_of([spec], cluster=cluster, stack=stack), resolve(
+    return columns_of([spec], cluster=cluster, engine=engine_of(stack)), resolve(
         MeasuredAs.of(stack), cluster, shipped()
     ).entry
 

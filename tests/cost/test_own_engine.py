@@ -22,7 +22,7 @@ from fourfold.search.predict import predict
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import listed, match_engine, resolve
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.fit import fit
 from fourfold.verbs.machine import read_profile
@@ -39,7 +39,7 @@ def run(model: str = "mistral-7b", *, micro: int = 1, batch: int = 1, **policy) 
 
 
 def columns(*specs: RunSpec, stack: str = "fourfold"):
-    return columns_of(specs, cluster=H200, stack=stack)
+    return columns_of(specs, cluster=H200, engine=engine_of(stack))
 
 
 def test_stored_runs_are_predicted_within_five_percent():

@@ -30,7 +30,7 @@ from fourfold.search.resolve import match_engine
 from fourfold.search.routed import beyond
 from fourfold.show.plan import page
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.verbs.plan import plan
 from fourfold.verbs.predict import predict_table
 from fourfold.verbs.question import resolved
@@ -43,7 +43,7 @@ MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "llama4-m
 def run(model: str, layout: str, gpus: int, gpu: str = "h100-80gb", **policy: object) -> Columns:
     spec = run_spec(model, layout, seq_len=4096, global_batch=4 * gpus, **policy)
     cluster = usual_cluster(catalog.device(gpu), gpus)
-    return columns_of([spec], cluster=cluster, stack="megatron-bridge")
+    return columns_of([spec], cluster=cluster, engine=engine_of("megatron-bridge"))
 
 
 @pytest.mark.parametrize("name", MODELS)

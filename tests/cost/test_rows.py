@@ -13,7 +13,7 @@ from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.logs.models import model_columns
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
 from tests.specs import run_spec
 
@@ -40,7 +40,7 @@ def published(model: str, layout: str = LAYOUT, **cells: Any) -> dict[str, Any]:
 
 def same(rows: Rows, stack: str, model: str, layout: str = LAYOUT, **wanted: Any) -> None:
     spec = run_spec(model, layout, seq_len=4096, global_batch=128, **wanted)
-    mine, theirs = rows.columns, columns_of([spec], cluster=CLUSTER, stack=stack)
+    mine, theirs = rows.columns, columns_of([spec], cluster=CLUSTER, engine=engine_of(stack))
     assert rows.usable[0], rows.reasons
     for name in NAMES:
         a, b = getattr(mine, name), getattr(theirs, name)

@@ -17,6 +17,7 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step.pipeline import chunk_layers, routed_shares
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.engine import engine_of
 from fourfold.spec.model import ModelShape
 from tests.specs import run_spec
 
@@ -24,7 +25,7 @@ from tests.specs import run_spec
 def runs(model: str | ModelShape, layout: str, stack: str = "megatron", **policy: Any) -> Columns:
     spec = run_spec(model, layout, seq_len=4096, micro_batch=1, global_batch=256, **policy)
     cluster = usual_cluster(catalog.device("h100-80gb"), spec.gpus)
-    return columns_of([spec], cluster=cluster, stack=stack)
+    return columns_of([spec], cluster=cluster, engine=engine_of(stack))
 
 
 def stage_weights(model: ModelShape, c: Columns, ep: int) -> list[tuple[float, float]]:

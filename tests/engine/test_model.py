@@ -15,6 +15,7 @@ from fourfold.engine.model.positions import alibi_slope, make_tables
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, published, shards_of
 from fourfold.search.query import usual_cluster
 from fourfold.spec.catalog import device, model, model_names, shape
+from fourfold.spec.engine import engine_of
 from fourfold.spec.model import ModelShape
 from fourfold.spec.supported import not_run
 from tests.specs import run_spec
@@ -186,7 +187,7 @@ def test_operations_of_the_cost_model_have_the_names_of_the_layers_modules():
     modules = {name for name, _ in Layer(model("llama-tiny"), 0, fused=True).named_modules()}
     spec = run_spec("llama-3.1-8b", "dp32 tp2", seq_len=8192, micro_batch=2, global_batch=544)
     cluster = usual_cluster(device("h100-80gb"), 64)
-    c = columns_of([spec], cluster=cluster, stack="megatron-lm-2025")
+    c = columns_of([spec], cluster=cluster, engine=engine_of("megatron-lm-2025"))
     operations = list(decoder_layer(c, c.micro))
     named = {op.name.partition(",")[0] for op in operations if op.kind == "product"}
     assert named == {name for name in modules if name.count(".") == 1} & named

@@ -144,7 +144,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         batch=one.batch,
         policy=one.policy,
     )
-    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack)
+    columns = columns_of([spec], cluster=CLUSTER, engine=engine_of(one.stack))
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)

@@ -26,6 +26,7 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step import pipeline
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -82,7 +83,7 @@ def test_times_of_our_engine_are_of_its_own_cut(model, pp, virtual, seq_len) -> 
     fields = {"seq_len": seq_len, "global_batch": pp, "schedule": schedule}
     spec = run_spec(model, f"pp{pp}", virtual_stages=virtual, **fields)
     cluster = usual_cluster(catalog.device("h100-80gb"), pp)
-    c = columns_of([spec], cluster=cluster, stack="fourfold")
+    c = columns_of([spec], cluster=cluster, engine=engine_of("fourfold"))
     chunks = [len(part) for part in stage_layers(model, pp * virtual, seq_len)]
     assert pipeline.chunk_layers(c, pp * virtual)[:, 0].tolist() == chunks
     ranks = np.reshape(chunks, (virtual, pp)).sum(axis=0).tolist()

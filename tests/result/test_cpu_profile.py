@@ -26,6 +26,7 @@ from fourfold.result.profile import (
 )
 from fourfold.search.predict import predict
 from fourfold.spec import codec
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import CP_KINDS
@@ -73,7 +74,7 @@ def test_the_measured_layer_takes_what_it_took(layer_s: float, ranks: int) -> No
     """Twice as long on twice as many ranks as were measured at most."""
     known = profile(layer_s=layer_s)
     machine = cluster_of(known, ranks)
-    c = columns_of([measured_layer()], cluster=machine, stack="fourfold")
+    c = columns_of([measured_layer()], cluster=machine, engine=engine_of("fourfold"))
     entry = calibration_of(known, machine).entries[0]
     took = layer_times(c, entry.coefficients, micro=c.micro).total[0]
     assert took == pytest.approx(layer_s * max(1, ranks / 4), rel=0.05)
@@ -131,7 +132,7 @@ def test_nothing_hides_behind_anything() -> None:
 
 def times_of(known: HardwareProfile, run: RunSpec) -> Times:
     machine = cluster_of(known, run.gpus)
-    c = columns_of([run], cluster=machine, stack="fourfold")
+    c = columns_of([run], cluster=machine, engine=engine_of("fourfold"))
     return estimate(c, calibration_of(known, machine).entries[0].coefficients)
 
 

@@ -17,6 +17,7 @@ from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import rank_layouts
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import engine_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -69,7 +70,10 @@ def _planned(one: PlanQuery) -> Columns:
 def test_plan_and_bench_see_the_same_run(policy: Policy, stack: str) -> None:
     """Every fact the cost model looks at, under every engine."""
     one, spec = _asked(policy, stack)
-    mine, theirs = _planned(one), columns_of([spec], cluster=one.resolved.cluster, stack=stack)
+    mine, theirs = (
+        _planned(one),
+        columns_of([spec], cluster=one.resolved.cluster, engine=engine_of(stack)),
+    )
     for name in NAMES:
         a, b = getattr(mine, name), getattr(theirs, name)
         np.testing.assert_allclose(a, b, err_msg=name)
@@ -80,7 +84,7 @@ def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> Non
     one, spec = _asked(Policy(attention="fused"))
     kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")
     specs = [replace(spec, policy=Policy(attention=kind)) for kind in kinds]  # type: ignore[arg-type]
-    c = columns_of(specs, cluster=one.resolved.cluster, stack="generic")
+    c = columns_of(specs, cluster=one.resolved.cluster, engine=engine_of("generic"))
     *torch_bytes, megatron_bytes = memory(c, one.resolved.entry.coefficients).worst_bytes.tolist()
     assert len(set(torch_bytes)) == 1
     assert megatron_bytes > 1.2 * torch_bytes[0]

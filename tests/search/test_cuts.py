@@ -27,7 +27,7 @@ H100 = catalog.cluster("nvidia-h100")
 
 def columns(model: str, pp: int, stack: str) -> Columns:
     spec = run_spec(model, f"pp{pp}", seq_len=2048, global_batch=64)
-    return columns_of([spec], cluster=H100, stack=stack)
+    return columns_of([spec], cluster=H100, engine=engine_of(stack))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_no_legal_cut_loses_a_layer(layers: int, pp: int, virtual: int, stack: s
     if why_not(model, Layout(pp=pp), batch, policy, Target(engine=engine_of(stack))):
         return
     spec = run_spec(model, f"pp{pp}", batch=batch, policy=policy)
-    c = columns_of([spec], cluster=H100, stack=stack)
+    c = columns_of([spec], cluster=H100, engine=engine_of(stack))
     counts = chunk_layers(c, pp * virtual)[:, 0]
     assert counts.sum() == layers
     assert counts.min() >= 0

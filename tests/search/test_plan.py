@@ -37,7 +37,7 @@ from fourfold.search.training import whole_training
 from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.engine import EXPORTS
+from fourfold.spec.engine import EXPORTS, engine_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import Policy
@@ -118,7 +118,7 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     ]  # fmt: skip
     for spec in specs:
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
-    columns = columns_of(specs, cluster=one.resolved.cluster, stack="generic")
+    columns = columns_of(specs, cluster=one.resolved.cluster, engine=engine_of("generic"))
     assert np.allclose(estimate(columns, one.resolved.entry.coefficients).step_s, ranking.closed_s)
     peaks = ranking.predicted.room.worst_bytes
     assert np.allclose(memory(columns, one.resolved.entry.coefficients).worst_bytes, peaks)
@@ -379,7 +379,9 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
         batch = Batch(seq_len=4096, **sizes)
         where, policy = ranking.layout(0), ranking.choice(0).policy
         spec = run_spec(ranking.query.model, where, batch=batch, policy=policy)
-        columns = columns_of([spec], cluster=ranking.query.resolved.cluster, stack="megatron")
+        columns = columns_of(
+            [spec], cluster=ranking.query.resolved.cluster, engine=engine_of("megatron")
+        )
         by_hand += steps * float(predictions(columns, ranking.query.resolved.entry).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
     assert train.work_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
@@ -411,7 +413,7 @@ def test_a_ramp_takes_what_its_steps_take_one_by_one(model, layout, full, ramp, 
         )
         for size in sizes
     ]
-    columns = columns_of(specs, cluster=query.resolved.cluster, stack=query.resolved.stack)
+    columns = columns_of(specs, cluster=query.resolved.cluster, engine=query.resolved.engine)
     seconds = dict(
         zip(sizes, predictions(columns, query.resolved.entry).step_s.tolist(), strict=True)
     )

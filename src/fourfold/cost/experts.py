@@ -10,7 +10,7 @@ import numpy as np
 
 from fourfold.cost.dispatch import DISPATCHERS, dispatcher_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import Engine
 from fourfold.spec.layers import LayerRun
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -67,18 +67,18 @@ def further(model: ModelShape) -> dict[str, Any]:
 
 
 def run_facts(
-    spec: RunSpec, cluster: Cluster, stack: str, run: Mapping[str, Any]
+    spec: RunSpec, cluster: Cluster, engine: Engine, run: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Of one run, or of many that differ in the columns of `run`."""
     if spec.model.moe is None:
         return {}
-    policy, usual = spec.policy, engine_of(stack).habits
-    has = engine_of(stack).rules.dispatchers
+    policy, usual = spec.policy, engine.habits
+    has = engine.rules.dispatchers
     asked = dispatcher_of(policy.dispatcher, usual.dispatcher, has, cluster.dispatchers)
     spread = np.multiply(run["ep"], run["etp"]) > 1
     kind = run["recompute"]
     return {
-        **(further(spec.model) if engine_of(stack).rules.predicts_further else {}),
+        **(further(spec.model) if engine.rules.predicts_further else {}),
         "dispatcher": np.where(spread, DISPATCHERS.index(asked), DISPATCHERS.index("local")),
         "hides_exchange": float(policy.overlap_exchange),
         "imbalance": imbalance(spec.model, policy),

@@ -1,5 +1,5 @@
 """The only mapping of a RunSpec, a device and a cluster to the cost model's Columns, for a search
-over a million layouts as for one run. What a spec says overrides the defaults of its stack."""
+over a million layouts as for one run. What a spec says overrides the habits of its engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import Engine
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -112,20 +112,20 @@ def has_older_flash(device: Device) -> bool:
     return generation_of(device) in ("a", "mi")
 
 
-def priced_attention(policy: Policy, stack: str, device: Device) -> str:
+def priced_attention(policy: Policy, engine: Engine, device: Device) -> str:
     """The word of PRICED_ATTENTION for the kernel that runs. To our engine "flash" is torch's own
     kernel of that name, FlashAttention 2; to others whichever they use."""
     if policy.attention in KEEPS_SCORES:
-        return "fused-softmax" if engine_of(stack).habits.fuses_softmax else policy.attention
-    named = policy.attention == "flash" and engine_of(stack).is_ours
-    is_old = named or (policy.attention != "cudnn" and engine_of(stack).habits.flash2)
+        return "fused-softmax" if engine.habits.fuses_softmax else policy.attention
+    named = policy.attention == "flash" and engine.is_ours
+    is_old = named or (policy.attention != "cudnn" and engine.habits.flash2)
     return "flash2" if is_old and has_newer_flash(device) else "flash"
 
 
-def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]:
-    """Kernels and overlap of a policy under a stack: what no search varies."""
-    usual, is_ours = engine_of(stack).habits, engine_of(stack).is_ours
-    kind = priced_attention(policy, stack, device)
+def policy_facts(policy: Policy, engine: Engine, device: Device) -> dict[str, float]:
+    """Kernels and overlap of a policy under an engine: what no search varies."""
+    usual, is_ours = engine.habits, engine.is_ours
+    kind = priced_attention(policy, engine, device)
     overlap = usual.overlap if policy.overlap_kind == "auto" else policy.overlap_kind
     # Activation, rope and residual are calls of their own: torch's engines leave fusing them to the
     # compiler, others have kernels.
@@ -156,28 +156,28 @@ def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]
     }
 
 
-def gradient_bytes(policy: Policy, stack: str) -> tuple[float, float]:
+def gradient_bytes(policy: Policy, engine: Engine) -> tuple[float, float]:
     """Return the bytes of a gradient's element on the wire and in memory: as stated, else by the
     engine's habit. A pure precision has no wider ones, but where an engine reduces in fp32."""
-    dtypes, usual = policy.dtypes, engine_of(stack).habits
+    dtypes, usual = policy.dtypes, engine.habits
     wire, held = usual.gradient_bytes(dtypes.compute)
     is_pure = policy.precision == "bf16-pure"
-    if policy.reduce_dtype or engine_of(stack).is_ours:
+    if policy.reduce_dtype or engine.is_ours:
         wire = DTYPE_BYTES[dtypes.reduce]
     elif is_pure and not usual.reduces_in_fp32:
         wire = min(wire, 2.0)
-    if policy.grad_dtype or engine_of(stack).is_ours:
+    if policy.grad_dtype or engine.is_ours:
         held = DTYPE_BYTES[dtypes.grad]
     elif is_pure:
         held = min(held, 2.0)
     return wire, held
 
 
-def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float]:
+def format_facts(policy: Policy, engine: Engine, generation: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
-    usual, dtypes = engine_of(stack).habits, policy.dtypes
+    usual, dtypes = engine.habits, policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
-    wire, held = gradient_bytes(policy, stack)
+    wire, held = gradient_bytes(policy, engine)
     master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0
     count, update_traffic = OPTIMIZERS[policy.optimizer]
     moments = count * DTYPE_BYTES[dtypes.optimizer]
@@ -199,7 +199,7 @@ def format_facts(policy: Policy, stack: str, generation: str) -> dict[str, float
 def run_facts(
     spec: RunSpec,
     cluster: Cluster,
-    stack: str,
+    engine: Engine,
     points: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Every fact of one run, or of many that differ in `points`: columns of CHOSEN fields, and
@@ -209,8 +209,8 @@ def run_facts(
         **model_facts(spec.model),
         "layer_runs": spec.model.layer_runs,
         **machine_facts(cluster, spec.policy.dtypes.compute),
-        **policy_facts(spec.policy, stack, cluster.device),
-        **format_facts(spec.policy, stack, generation_of(cluster.device)),
+        **policy_facts(spec.policy, engine, cluster.device),
+        **format_facts(spec.policy, engine, generation_of(cluster.device)),
         "seq": run.get("seq_len", spec.batch.seq_len),
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
@@ -220,7 +220,7 @@ def run_facts(
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],
         "zero": run["zero"],
-        **experts.run_facts(spec, cluster, stack, run),
+        **experts.run_facts(spec, cluster, engine, run),
         "cp_kind": run["cp_kind"],
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
         **_recompute_facts(spec, run),
@@ -244,8 +244,8 @@ def _recompute_facts(spec: RunSpec, run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Columns:
-    facts = [run_facts(spec, cluster, stack) for spec in specs]
+def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, engine: Engine) -> Columns:
+    facts = [run_facts(spec, cluster, engine) for spec in specs]
     runs = [fact.pop("layer_runs") for fact in facts]
     sequences = tuple(dict.fromkeys(runs))
     names = {name: None for fact in facts for name in fact}
@@ -259,11 +259,11 @@ def varied_columns(
     points: Mapping[str, Any],
     *,
     cluster: Cluster,
-    stack: str,
+    engine: Engine,
     is_open: bool = False,
 ) -> Columns:
     """Columns of as many runs as there are points, alike but for those; `is_open`: points and facts
     keep their shapes, which broadcast."""
-    facts = run_facts(spec, cluster, stack, points)
+    facts = run_facts(spec, cluster, engine, points)
     sequences = (facts.pop("layer_runs"),)
     return columns(None if is_open else len(points["pp"]), sequences, **facts)

@@ -25,6 +25,7 @@ from fourfold.result.report import RankMemory, RunReport
 from fourfold.search.explain import pipeline_timeline
 from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, Ramp, RunSpec, catalog, codec
+from fourfold.spec.engine import engine_of
 from fourfold.spec.sweep import leaves
 from fourfold.spec.words import OURS
 from fourfold.units import bytes_per_s_from
@@ -227,7 +228,7 @@ def draw_runs(
         known = [place for place in places if _has_peak(specs[place], machine)]
         if not known:
             continue
-        c = columns_of([specs[place] for place in known], cluster=machine, stack=OURS)
+        c = columns_of([specs[place] for place in known], cluster=machine, engine=engine_of(OURS))
         kinds, said = stage_kinds(c, entry.coefficients), predictions(c, entry)
         for i, place in enumerate(known):
             spec, why = specs[place], allowed[place]

@@ -21,6 +21,7 @@ from fourfold.result.timing import LEAD, WINDOW
 from fourfold.search.query import with_gradient_dtypes
 from fourfold.search.resolve import resolve
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
+from fourfold.spec.engine import engine_of
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import OURS
 
@@ -59,7 +60,7 @@ def predict(
         known = known or calibrations.shipped()
         engine = resolve(stack, machine, known, experts=has_experts)
         asked = [with_planned_gradients(specs[at], engine.stack) for at in places]
-        c = columns_of(asked, cluster=machine, stack=engine.stack)
+        c = columns_of(asked, cluster=machine, engine=engine.engine)
         many, words = predictions(c, engine.entry), provenance(c, engine.entry)
         for i, at in enumerate(places):
             chance = float(many.fits[i]) if named is not None else None
@@ -84,7 +85,7 @@ def state_bytes(spec: RunSpec) -> float:
 
 def anywhere(spec: RunSpec) -> Columns:
     """The run by our engine, for what is the same on every machine."""
-    return columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack=OURS)
+    return columns_of([spec], cluster=rough_cpu(spec.gpus, 1), engine=engine_of(OURS))
 
 
 def rough_cpu(ranks: int, cores: int) -> Cluster:

@@ -102,7 +102,7 @@ class PlanQuery:
             self.spec,
             points,
             cluster=self.resolved.cluster,
-            stack=self.resolved.stack,
+            engine=self.resolved.engine,
             is_open=is_open,
         )
 

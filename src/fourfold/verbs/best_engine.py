@@ -15,6 +15,7 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step.rates import Rates
 from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster
+from fourfold.spec.engine import engine_of
 from fourfold.spec.words import OURS
 from fourfold.traces import parts
 from fourfold.traces.cause import LEAST_SHARE
@@ -55,7 +56,7 @@ def find_best_engine(
         best = {parts.ROUTING: fused_routing_s(found, pricing)} if has_experts else {}
         gains = _gains(found, best)
         return BestEngine("fused kernels", None, gains) if gains else None
-    columns = columns_of([spec], cluster=cluster, stack=OURS)
+    columns = columns_of([spec], cluster=cluster, engine=engine_of(OURS))
     many = predictions(columns, engine.entry)
     rates = Rates(columns, engine.entry.coefficients)
     step_s = float(sum(part[0] for part in many.times.parts.values()))

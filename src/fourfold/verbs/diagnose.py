@@ -25,7 +25,7 @@ from fourfold.logs.row import Row, complete
 from fourfold.search.legal import require_legal
 from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, RunSpec, catalog, check, codec
-from fourfold.spec.engine import ENGINES
+from fourfold.spec.engine import ENGINES, engine_of
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import OURS
 from fourfold.traces import parts
@@ -80,7 +80,7 @@ def pricing_of(found: Examined, request: DiagnoseRequest) -> Pricing | None:
     engine = resolve(OURS, cluster, read_calibration(request.calibration))
     entry, why = engine.entry, engine.no_rows
     known = coefficients_of(read_profile(request.profile)) if request.profile else {}
-    columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, stack=OURS)
+    columns = columns_of([_in_16_bits(_dense(spec))], cluster=cluster, engine=engine_of(OURS))
     basis = (
         f"{cluster.device.name}, {request.profile or 'the planner' + (': ' + why if why else '')}"
     )
@@ -124,7 +124,7 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
     calibration = calibrations.shipped()
     engine = found.value("engine", OURS)
     priced = resolve(engine if engine in ENGINES else OURS, cluster, calibration)
-    columns = columns_of([asked], cluster=cluster, stack=priced.stack)
+    columns = columns_of([asked], cluster=cluster, engine=priced.engine)
     room = memory(columns, priced.entry.coefficients)
     return float(room.worst_bytes[0]), float(cluster.device.memory_bytes)
 
@@ -138,7 +138,7 @@ def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
             cluster = named_cluster(name or pricing.basis.partition(",")[0], spec.gpus)
         assert cluster is not None
         entry = resolve(OURS, cluster, read_calibration(request.calibration)).entry
-        columns = columns_of([_dense(spec)], cluster=cluster, stack=OURS)
+        columns = columns_of([_dense(spec)], cluster=cluster, engine=engine_of(OURS))
         many = predictions(columns, replace(entry, coefficients=dict(pricing.coefficients)))
         return {name: float(part[0]) for name, part in many.times.parts.items()}
 

@@ -35,6 +35,7 @@ from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.resolve import resolve
 from fourfold.spec import RunSpec, check, codec
+from fourfold.spec.engine import engine_of
 from fourfold.spec.run import AnyRun, put_layout
 from fourfold.spec.words import OURS
 from fourfold.verbs import Answer
@@ -58,7 +59,7 @@ class StagePlanner:
         known = coefficients_of(read_profile(request.profile)) if request.profile else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
         self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})
-        self.columns = columns_of([spec], cluster=self.cluster, stack=OURS)
+        self.columns = columns_of([spec], cluster=self.cluster, engine=engine_of(OURS))
 
     def fullest_stage(self) -> int:
         room = memory(self.columns, self.entry.coefficients)

@@ -25,7 +25,7 @@ from fourfold.result.profile import (
 )
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.words import OURS
 
 
@@ -96,7 +96,7 @@ def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, fl
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
     base = defaults() | coef
-    c = columns_of([measured_layer()], cluster=cluster, stack=OURS)
+    c = columns_of([measured_layer()], cluster=cluster, engine=engine_of(OURS))
     rest_s, whole_s = (
         float(layer_times(c, base | {"cpu_byte_s": byte_s}, micro=c.micro).total[0])
         for byte_s in (0.0, 1.0)

@@ -241,7 +241,8 @@ def _habits(cells: Cells, policy: Policy, usual: EngineHabits) -> list[str]:
     stack, compute = cells["stack"].strip() or "generic", policy.dtypes.compute
     narrow = "fp16" if compute == "fp16" else "bf16"
     wire, held = (
-        f"fp{8 * size:.0f}" if size > 2.0 else narrow for size in gradient_bytes(policy, stack)
+        f"fp{8 * size:.0f}" if size > 2.0 else narrow
+        for size in gradient_bytes(policy, engine_of(stack))
     )
     said = []
     if not (policy.grad_dtype or policy.reduce_dtype):

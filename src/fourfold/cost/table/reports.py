@@ -20,7 +20,7 @@ from fourfold.result.files.stored import read_stored
 from fourfold.result.report import RunReport
 from fourfold.spec import check
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.words import OURS
 from fourfold.units import counted
 
@@ -61,7 +61,7 @@ def report_rows(
     runs = [MeasuredAs(OURS, experts=report.spec.model.moe is not None) for report in reports]
     return Rows(
         table=_table(folder, reports, cluster),
-        columns=columns_of([r.spec for r in reports], cluster=cluster, stack=OURS),
+        columns=columns_of([r.spec for r in reports], cluster=cluster, engine=engine_of(OURS)),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
         measured_as=engines(runs),

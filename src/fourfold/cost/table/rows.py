@@ -37,7 +37,7 @@ from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, RowTable, note_wor
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.engine import MeasuredAs, is_known
+from fourfold.spec.engine import MeasuredAs, engine_of, is_known
 from fourfold.spec.layers import LayerRun
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
@@ -148,7 +148,7 @@ def _facts(
             run = described(cells, clusters, unsaid)
             here = {name: values[rows] for name, values in points.items()}
             here |= _shards(run, here)
-            mapped = run_facts(run.spec, run.cluster, cells["stack"].strip() or "generic", here)
+            mapped = run_facts(run.spec, run.cluster, engine_of(cells["stack"].strip()), here)
         except UserError as error:
             draft.refuse(rows, f"{_COLUMN.get(error.field, error.field)} {error.rule}")
             continue
