@@ -280,7 +280,8 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         plain = replace(spec, policy=Policy(), model=catalog.model("llama-3.1-8b"))
         open_query = query(plain, stack, cluster, set(OPEN))
         machine = usual_cluster(cluster.device, 64)
-        ranking = rank_layouts(replace(open_query, gpus=64, cluster=machine, release=release))
+        resolved = replace(open_query.resolved, cluster=machine)
+        ranking = rank_layouts(replace(open_query, gpus=64, resolved=resolved, release=release))
         assert len(ranking) >= 8
         specs = [ranking.spec(i) for i in range(len(ranking))]
         alone = predict(specs, cluster=machine, stack=stack)
