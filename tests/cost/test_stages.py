@@ -1,4 +1,4 @@
-"""Memory of a pipeline stage follows the layers that it holds."""
+"""Memory and seconds of a pipeline stage follow the layers that it holds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from fourfold.cost.columns import Columns, joined
 from fourfold.cost.count.params import stage_tensors
 from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.memory.peak import memory, stage_loads
+from fourfold.cost.predict import chunk_times
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.pipeline import chunk_layers, routed_shares
+from fourfold.cost.step.estimate import LayerSeconds, by_stage, ends_s, estimate, layer_times
+from fourfold.cost.step.pipeline import chunk_layers, stage_layers
+from fourfold.cost.step.stage_kinds import routed_shares
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.engine import engine_of
@@ -77,3 +80,80 @@ def test_joined_runs_keep_their_own_layers() -> None:
     np.testing.assert_allclose(both, apart, rtol=1e-12)
     second = memory(joined(parts).take(np.array([1])), defaults()).worst_bytes
     np.testing.assert_allclose(second, apart[1:], rtol=1e-12)
+
+
+def alone(model: ModelShape, layout: str, part: str = "") -> float:
+    """Seconds of a layer of a model that is one stage, or of a part of them."""
+    times = layer_times(runs(model, layout), defaults(), micro=np.ones(1))
+    return float((times.parts[part] if part else times.total)[0])
+
+
+def test_seconds_of_stages_are_those_of_models_with_their_layers() -> None:
+    """27 layers on 3 stages of 9, of which the first layer alone is dense: a micro batch takes the
+    first stage 9 layers of a model that begins with a dense one, and the others 9 with experts."""
+    model = catalog.model("deepseek-v2-lite")
+    assert model.moe is not None
+    begins_dense = replace(model, layers=9)
+    has_experts = replace(begins_dense, moe=replace(model.moe, dense_first=0))
+    c = runs(model, "pp3 dp8 ep8")
+    head, embed, handover = (float(s[0]) for s in ends_s(c, defaults(), np.ones(1)))
+    first = 9 * alone(begins_dense, "dp8 ep8") + embed + handover
+    middle = 9 * alone(has_experts, "dp8 ep8") + handover
+    last = middle + head
+    assert first < middle < last
+    micros, way_through = 32, 27 * alone(model, "dp8 ep8") + embed + head + 3 * handover
+    by_hand = micros * last + (way_through - last)
+    times = estimate(c, defaults())
+    once = sum(times.parts[name] for name in ("dp_comm", "optimizer", "fixed", "jitter"))
+    assert (times.step_s - once)[0] == pytest.approx(by_hand, rel=1e-9)
+    # Of stages of 9 mean layers the slowest would be faster.
+    assert by_hand > 1.01 * (micros - 1) * way_through / 3
+
+
+def test_played_chunks_take_what_their_layers_take() -> None:
+    """16 stages of 3 of Maverick's layers, every second of which has experts: one, then two."""
+    model = catalog.model("llama4-maverick")
+    c = runs(model, "pp16 dp8 ep8")
+    coef = defaults()
+    _, chunks_s = chunk_times(c, coef, estimate(c, coef), 32)
+    lean, rich = chunks_s[2, 0], chunks_s[3, 0]
+    assert chunks_s[2:14:2, 0] == pytest.approx(lean, rel=1e-12)
+    assert chunks_s[3:14:2, 0] == pytest.approx(rich, rel=1e-12)
+    assert model.moe is not None
+    three = [replace(model, layers=3), replace(model, layers=3, moe=replace(model.moe, every=1))]
+    one_of_three, three_of_three = (3 * alone(shape, "dp8 ep8") for shape in three)
+    handover = float(ends_s(c, coef, np.ones(1))[2][0])
+    assert lean - handover == pytest.approx(one_of_three, rel=1e-9)
+    assert one_of_three < rich - handover < three_of_three
+
+
+@pytest.mark.parametrize("layout", ["dp8", "pp4 dp8", "cp2 dp8"])
+def test_windowed_layers_are_priced_apart_from_full_ones(layout: str) -> None:
+    """A ring of ranks hides its hops under the attention of the layer that they are sent in, which
+    is short in a layer with a window."""
+    model = catalog.model("gpt-oss-20b")
+    wide, narrow = replace(model, mixers=None, window=None), replace(model, mixers=None)
+    for part in ("attention", "cp_comm"):
+        mean = (alone(wide, layout, part) + alone(narrow, layout, part)) / 2
+        assert alone(model, layout, part) == pytest.approx(mean, rel=1e-9)
+
+
+def test_a_last_stage_without_layers_takes_what_its_head_takes() -> None:
+    c = runs("kimi-k2", "pp32 dp8 ep8", "generic")
+    assert stage_layers(c).last[0] == 0
+    layer = by_stage(c, defaults(), layer_times(c, defaults(), micro=c.micro))
+    assert layer.last[0] == 0.0
+    assert np.isfinite(estimate(c, defaults()).step_s).all()
+
+
+def test_joined_runs_take_what_they_take_apart() -> None:
+    """To the last bit, whether or not the layers of the other runs differ."""
+    names = ("deepseek-v3", "llama-3.1-8b", "gpt-oss-20b", "mixtral-8x7b")
+    parts = [runs(name, "pp4 dp8") for name in names]
+
+    def of_stages(c: Columns) -> LayerSeconds:
+        return by_stage(c, defaults(), layer_times(c, defaults(), micro=c.micro))
+
+    apart = zip(*map(of_stages, parts), strict=True)
+    for both, seconds in zip(of_stages(joined(parts)), apart, strict=True):
+        assert both.tolist() == np.concatenate(seconds).tolist()

@@ -34,7 +34,7 @@ def predicted(c: Columns, coef: Coefficients, found: OneRankResult) -> StageComp
     """What the planner thinks the stage of the one run in `c` computes, without any traffic."""
     alike, (is_first, is_last) = _alike(c, found), _ends(c, found)
     ops = StepOps(
-        layer=lambda c, micro: _alone(decoder_layer(c, micro)),
+        layer=(lambda c, micro: _alone(decoder_layer(c, micro)),),
         head=lambda c, micro: head(c, micro) if is_last else [],
         embedding=lambda c, micro: _alone(embedding(c, micro)) if is_first else [],
         once=lambda _: ([], once_ops(alike, is_first + is_last)[1]),
@@ -73,7 +73,7 @@ def joined(c: Columns, coef: Coefficients, found: OneRankResult) -> dict[str, fl
         return reductions, _taking(updates, rates_of(c, coef), np.array([once_s]))
 
     nothing: list[Op] = []
-    ops = StepOps(layer, lambda *_: nothing, lambda *_: nothing, between, once)
+    ops = StepOps((layer,), lambda *_: nothing, lambda *_: nothing, between, once)
     times = estimate(_alike(c, found), {**coef, "fixed_s": 0.0}, ops)
     parts = {name: of_one(part) for name, part in times.parts.items()}
     return {

@@ -26,6 +26,7 @@ from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate, once_ops, part_of
 from fourfold.cost.step.pipeline import StageTimes, chunk_layers, has_own_schedule, pipeline_s
 from fourfold.cost.step.rates import rates_of
+from fourfold.cost.step.stage_kinds import chunk_shares
 from fourfold.cost.step.traffic import sent_copies
 from fourfold.result.report import Prediction
 from fourfold.spec.words import SCHEDULES, Schedule
@@ -96,10 +97,10 @@ def predictions(c: Columns, entry: FittedStack) -> Predictions:
     parts = closed.parts
     work = closed.step_s - parts["fixed"] - parts["jitter"]
     pipe = closed.step_s - sum((parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
-    ratio, played = _pipeline_ratio(c, closed)
+    ratio, played = _pipeline_ratio(c, entry.coefficients, closed)
     extra = pipe * (ratio - 1.0) * (1.0 + parts["jitter"] / work)
     parts = parts | {"bubble": parts["bubble"] + extra}
-    times = Times(closed.step_s + extra, parts, closed.launch_ratio)
+    times = Times(closed.step_s + extra, parts, closed.layer)
     return Predictions(
         entry=entry,
         columns=c,
@@ -110,7 +111,7 @@ def predictions(c: Columns, entry: FittedStack) -> Predictions:
     )
 
 
-def _pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
+def _pipeline_ratio(c: Columns, coef: Coefficients, times: Times) -> tuple[Floats, int]:
     """(simulated over closed-form pipeline seconds, how many were played); 1 where none was."""
     ratio = np.ones(len(c))
     played = 0
@@ -119,8 +120,9 @@ def _pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
         if events(c)[index[0]] > MAX_EVENTS:
             continue
         played += len(places)
-        parts = {name: part[index] for name, part in times.parts.items()}
-        ratio[index] = _group(c.take(index), parts, schedule=SCHEDULES[schedule], micros=micros)
+        group = c.take(index)
+        own = chunk_times(group, coef, times.take(index), micros)
+        ratio[index] = _group(group, *own, schedule=SCHEDULES[schedule], micros=micros)
     return ratio, played
 
 
@@ -149,17 +151,20 @@ def playable(c: Columns, most: int) -> int:
     return int((np.cumsum(spent) <= most).sum())
 
 
-def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
+def chunk_times(
+    c: Columns, coef: Coefficients, times: Times, micros: int
+) -> tuple[ChunkTimes, Floats]:
     """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
     and forward plus backward [chunks, candidates]. Hand-overs are part of them, as the closed form
     has them."""
-    pp, vpp = int(c.pp[0]), int(c.vpp[0])
+    pp, vpp, parts = int(c.pp[0]), int(c.vpp[0]), times.parts
     last = (c.share - (micros - 1.0) * c.micro) / c.micro
     slots = micros - 1.0 + last
     layers_done = slots * c.layers / c.pp
     layer = sum((parts[name] for name in LAYER_PARTS), np.zeros(len(c))) / layers_done
     hop = parts["pp_comm"] / slots / vpp
-    whole = chunk_layers(c, pp * vpp) * layer + hop
+    counts = chunk_layers(c, pp * vpp)
+    whole = counts * layer * _against_mean(c, coef, times, counts) + hop
     whole[-1] += parts["head"] * c.pp / slots
     forward = whole / (3.0 + c.full_ckpt)
     weights = parts["gemm"] / layers_done / layer / 3.0 * whole
@@ -172,10 +177,20 @@ def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[Chun
     return chunks, whole
 
 
-def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:
+def _against_mean(c: Columns, coef: Coefficients, times: Times, counts: Floats) -> Floats:
+    """Seconds of a layer of each chunk, by the kinds of layers in it, against those of the model's
+    mean layer."""
+    if not times.layer.kinds:
+        return np.ones(())
+    shares = chunk_shares(c, times.layer.kinds, counts)
+    return times.layer.total_of(shares, rates_of(c, coef)) / times.layer.total
+
+
+def _group(
+    c: Columns, chunks: ChunkTimes, whole: Floats, *, schedule: Schedule, micros: int
+) -> Floats:
     """The ratio of candidates with the same stages, virtual stages and number of micro batches."""
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
-    chunks, whole = chunk_times(c, parts, micros)
     played = step_s(schedule, chunks, stages=pp, virtual_stages=vpp, micros=micros)
     # In one order whatever else is asked about: `sum` adds one column in another than many.
     ranks = np.cumsum(whole.reshape(vpp, pp, len(c)), axis=0)[-1]

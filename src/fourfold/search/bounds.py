@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Floats
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.ops.ends import handover
 from fourfold.cost.ops.weights import weights
 from fourfold.cost.step.estimate import (
+    LayerSeconds,
+    added_s,
     end_of_step_s,
     ends_s,
     fixed_s,
@@ -22,9 +24,11 @@ from fourfold.cost.step.estimate import (
     pipe_s,
     stage_times,
     waiting_s,
+    weighted,
 )
 from fourfold.cost.step.pipeline import StageTimes
 from fourfold.cost.step.rates import is_cpu, overlapped_s, rates_of
+from fourfold.cost.step.stage_kinds import mixed_kinds, model_shares, of_word, stage_shares
 from fourfold.search.query import PlanQuery
 from fourfold.search.table import (
     CHUNK,
@@ -36,6 +40,7 @@ from fourfold.search.table import (
     blocks,
     on_cores,
 )
+from fourfold.spec.layers import LayerKind
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.spec.words import SHARDINGS
 
@@ -72,11 +77,12 @@ def bounds_of(table: PointTable, asked: Bools | None = None) -> Bounds:
     rows = table.rows
     once, back = alike(rows, ("replicate", "shard", *MODEL_AXES, *EXPERT_AXES, "zero"))
     few = {name: column[once] for name, column in rows.items()}
-    move_s = gathering_s(table.query, few)[back]
-    gathers = {"gathers": (move_s > 0.0).astype(np.int64)}
+    move_s = gathering_s(table.query, few)[:, back]
+    gathers = {"gathers": (move_s[0] > 0.0).astype(np.int64)}
     first, pipe = alike(rows | gathers, (*LAYOUT, "virtual_stages", "schedule", "gathers"))
-    least_move_s = np.full(len(first), np.inf)
-    np.minimum.at(least_move_s, pipe, move_s)
+    least_move_s = np.full((len(move_s), len(first)), np.inf)
+    for least_s, of_rows in zip(least_move_s, move_s, strict=True):
+        np.minimum.at(least_s, pipe, of_rows)
     one_each = {name: column[first] for name, column in rows.items()}
     pipes = pipes_of(table.query, one_each, table.ways, least_move_s)
     held = _some(table.legal if asked is None else asked, pipe, len(first))
@@ -117,15 +123,19 @@ def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
 
 
 def gathering_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
-    """Seconds of a layer's gathers and scatter under zero3, of each row; 0 of others, and on a CPU,
-    where they are paid for otherwise."""
-    if is_cpu(query.resolved.entry.coefficients):
-        return np.zeros(len(rows["zero"]))
+    """Seconds of a layer's gathers and scatter under zero3, of each kind of layer that the model
+    has and of each row; 0 of others, and on a CPU, where they are paid for otherwise. [kinds,
+    rows]"""
+    coef = query.resolved.entry.coefficients
     one = {"micro_batch": np.ones(1, np.int64), "recompute": np.zeros(1, np.int64)}
     c = query.columns(rows | one, is_open=True)
-    gathers = [op for op in weights(c) if op.axis]
-    move = ops_s(gathers, rates_of(c, query.resolved.entry.coefficients))
-    return np.broadcast_to(move, rows["zero"].shape)
+    kinds = [of_word(c, kind.feed_forward) for kind in mixed_kinds(c)] or [c]
+    move = np.zeros((len(kinds), len(rows["zero"])))
+    if not is_cpu(coef):
+        for i, of_rows in enumerate(kinds):
+            gathers = [op for op in weights(of_rows) if op.axis]
+            move[i] = ops_s(gathers, rates_of(of_rows, coef))
+    return move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +151,14 @@ class Pipes:
     sizes: Ints  # sequences in a micro batch, sorted
     kinds: Ints  # of recompute, sorted
     layer_s: Floats
-    busy_s: Floats  # of a layer, without waiting for its host
+    busy_s: tuple[Floats, ...]  # of a layer of each kind, without waiting for its host
+    # ... what one more such layer adds to the model's seconds: of any number of layers of each kind
+    # so much is the least, and of those of the model it is all.
+    added_s: tuple[Floats, ...]
+    layer_kinds: tuple[LayerKind, ...]  # of a model whose layers differ
     head_s: Floats
     embed_s: Floats
-    move_s: Floats  # of each pipe, at least, to gather the weights of a layer
+    move_s: Floats  # [kinds, pipes] at least, to gather the weights of a layer of each kind
 
     def least_s(self, held: Bools) -> Floats:
         """[pipes, ways] seconds that no sharding undercuts, what happens once a step left out; 0
@@ -170,14 +184,11 @@ class Pipes:
         points["recompute"] = self.ways["recompute"][made]
         c, coef = self.query.columns(points, is_open=True), self.query.resolved.entry.coefficients
         kind = np.searchsorted(self.kinds, points["recompute"])
-        first, move = self.layouts[pipe] * len(self.sizes), self.move_s[pipe]
+        first, move = self.layouts[pipe] * len(self.sizes), self.move_s[:, pipe]
 
         def stages(size: Floats) -> StageTimes:
             place = (first + np.searchsorted(self.sizes, size)) * len(self.kinds) + kind
-            layer = self.layer_s.take(place)
-            if move.any():
-                overlapped = overlapped_s(c, coef, busy=self.busy_s.take(place), move=move)
-                layer = np.maximum(layer, overlapped)
+            layer = self._layer_s(c, place, move)
             ends = self.head_s.take(place), self.embed_s.take(place)
             sent = ops_s(handover(c, size), rates_of(c, coef))
             return stage_times(c, layer, *ends, sent)
@@ -185,6 +196,24 @@ class Pipes:
         _, took = pipe_s(c, coef, stages(c.micro), stages)
         waits, jitter = waiting_s(c, coef, work=took, slots=np.floor(c.share / c.micro))
         return took + waits + jitter + fixed_s(c, coef)
+
+    def _layer_s(self, c: Columns, place: Places, move: Floats) -> LayerSeconds:
+        """Return the least seconds of a layer in the stages, of the layouts, sizes and kinds of
+        recompute in these places, `move` to gather the weights of each kind."""
+        coef, mean = self.query.resolved.entry.coefficients, self.layer_s.take(place)
+        busy = [busy_s.take(place) for busy_s in self.busy_s] if move.any() else []
+        if not self.layer_kinds:
+            if busy:
+                mean = np.maximum(mean, overlapped_s(c, coef, busy=busy[0], move=move[0]))
+            return LayerSeconds(mean, mean, mean, mean)
+        shares = stage_shares(c, self.layer_kinds)
+        every = (*(shares[:, stage] for stage in range(3)), model_shares(c, self.layer_kinds))
+        added = [added_s.take(place) for added_s in self.added_s]
+        least = [*(weighted(added, of_stage) for of_stage in every[:3]), mean]
+        for i, of_stage in enumerate(every if busy else ()):
+            both = weighted(busy, of_stage), weighted(move, of_stage)
+            least[i] = np.maximum(least[i], overlapped_s(c, coef, busy=both[0], move=both[1]))
+        return LayerSeconds(*least)
 
 
 def pipes_of(
@@ -209,9 +238,12 @@ def pipes_of(
     micro = sizes[:, None].astype(np.float64)
     layer = layer_times(c, query.resolved.entry.coefficients, micro=micro)
     head, embed, _ = ends_s(c, query.resolved.entry.coefficients, micro)
-    every = (layer.total, layer.total - layer.parts["host"], head, embed)
     shape = (len(first), len(sizes), len(kinds))
-    total, busy, head, embed = (np.ascontiguousarray(np.broadcast_to(one, shape)) for one in every)
+
+    def full(seconds: Floats) -> Floats:
+        return np.ascontiguousarray(np.broadcast_to(seconds, shape))
+
+    busy = [work.busy for work in layer.works] or [layer.total - layer.parts["host"]]
     return Pipes(
         query=query,
         rows=pipes,
@@ -219,9 +251,11 @@ def pipes_of(
         layouts=back,
         sizes=sizes,
         kinds=kinds,
-        layer_s=total,
-        busy_s=busy,
-        head_s=head,
-        embed_s=embed,
+        layer_s=full(layer.total),
+        busy_s=tuple(map(full, busy)),
+        added_s=tuple(map(full, added_s(c, query.resolved.entry.coefficients, layer))),
+        layer_kinds=layer.kinds,
+        head_s=full(head),
+        embed_s=full(embed),
         move_s=move_s,
     )

@@ -263,7 +263,7 @@ def pipeline_timeline(predicted: Predictions, name: str) -> Timeline:
         rule = f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})"
         hint = "use a smaller --global-batch; the order is the same"
         raise UserError(rule, field="timeline", value=name, hint=hint)
-    times, _ = chunk_times(c, predicted.times.parts, micros)
+    times, _ = chunk_times(c, predicted.entry.coefficients, predicted.times, micros)
     return play(
         name,
         SCHEDULES[int(c.schedule[0])],

@@ -26,13 +26,8 @@ from fourfold.cost.memory.stage import around_bytes, at_stages, of_stages, stage
 from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
 from fourfold.cost.ops.op import Sizes
-from fourfold.cost.step.pipeline import (
-    has_own_schedule,
-    in_flight,
-    is_mixed,
-    routed_shares,
-    stage_layers,
-)
+from fourfold.cost.step.pipeline import has_own_schedule, in_flight, stage_layers
+from fourfold.cost.step.stage_kinds import has_uneven_experts, routed_shares
 
 GIB = 2.0**30
 Params = list[Floats]  # of a rank, or bytes of one, by KINDS
@@ -178,7 +173,7 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Fl
     the fullest one between, and of the last; how the state is sharded does not enter."""
     embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
-    at = at_stages(c, routed_shares(c), np.ndim(coef["act"])) if is_mixed(c) else c
+    at = at_stages(c, routed_shares(c), np.ndim(coef["act"])) if has_uneven_experts(c) else c
     saved, alone, loss = saved_input_bytes(c), c.pp == 1, _loss_bytes(c, coef)
     kept = of_stages(c, at, kept_bytes(at, decoder_layer(at, c.micro), coef))
     weights = zip(*(of_stages(c, at, kind.on_rank(at)) for kind in KINDS.values()), strict=True)

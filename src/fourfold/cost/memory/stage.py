@@ -11,14 +11,8 @@ import numpy as np
 from fourfold.cost.columns import Coefficients, Columns, Floats, Sequences
 from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.unseen import unseen_bytes
-from fourfold.cost.step.pipeline import (
-    end_shares,
-    head_layers,
-    in_flight,
-    is_mixed,
-    map_unique,
-    own_chunks,
-)
+from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
+from fourfold.cost.step.stage_kinds import end_shares, has_uneven_experts, routed_share
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
@@ -64,9 +58,9 @@ def _on_ranks(
         shares.append((len(own), sum(again), again[-1], again[-2:][0], again[0]))
     # Layers that are not computed again hold many times what the others keep.
     middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0, 0, 0))
-    routed = end_shares(sequences[int(sequence)], ranks) if sequences else (0.0, 0.0, 0.0)
+    ends = end_shares(sequences[int(sequence)], ranks) if sequences else ({}, {}, {})
     three = (shares[0], middle, shares[-1])
-    return [(*share, experts) for share, experts in zip(three, routed, strict=True)]
+    return [(*share, routed_share(kinds)) for share, kinds in zip(three, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ def stages(c: Columns, micros: Floats) -> list[Stage]:
         (alone, one, flight.last, flight.late),
     )
     shares = _shares(c)
-    at = at_stages(c, shares[:, 5]) if is_mixed(c) else c
+    at = at_stages(c, shares[:, 5]) if has_uneven_experts(c) else c
     routed = of_stages(c, at, at.routed)
     return [
         Stage(layers, *place, *again, routed=share)

@@ -22,12 +22,26 @@ _FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "
 
 def decoder_layer(c: Columns, micro: Floats) -> Iterator[Op]:
     """x + attention(norm(x)), then x + mlp(norm(x)); its casts, its weights, its launches."""
+    for operations in LAYER:
+        yield from operations(c, micro)
+
+
+def mixer(c: Columns, micro: Floats) -> Iterator[Op]:
+    """x + attention(norm(x))."""
+    yield from attention(c, Sizes(c, micro))
+
+
+def feed_forward(c: Columns, micro: Floats) -> Iterator[Op]:
+    """x + mlp(norm(x)); and of the layer what depends on it: casts, weights, launches."""
     s = Sizes(c, micro)
-    yield from attention(c, s)
-    yield from (mlp(c, s) if not np.any(c.experts > 0) else routed_mlp(c, s))
+    yield from (mlp(c, s) if not np.any(c.routed > 0) else routed_mlp(c, s))
     yield from casts(c, s)
     yield from weights(c)
     yield Op(name="launches", kind="host")
+
+
+# By the parts of a LayerKind: the operations of a part follow from its word alone.
+LAYER = (mixer, feed_forward)
 
 
 def attention(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -149,7 +163,8 @@ def cast_input(c: Columns, s: Sizes) -> Floats:
 def routed_mlp(c: Columns, s: Sizes) -> Iterator[Op]:
     """Experts in `routed` of the layers, with a shared one where the model has any; one MLP in the
     others."""
-    yield from shared_out(mlp(c, s), s.dense)
+    if np.any(s.dense > 0):
+        yield from shared_out(mlp(c, s), s.dense)
     yield from shared_out(norm(c, s, "mlp_norm", s.norm_again), c.routed)
     yield from shared_out(experts(c, s), c.routed)
     has_shared = c.routed * np.where(c.shared_ffn > 0, 1.0, 0.0)

@@ -6,7 +6,7 @@ Seconds of one layer and one micro batch on one rank: a fold over its operations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,10 +17,12 @@ from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.kinds import DENSE, kinds_of
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
-from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.layer import LAYER
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 from fourfold.cost.step.rates import Rates, rates_of
+from fourfold.cost.step.stage_kinds import mixed_kinds, model_shares, of_word, stage_shares
+from fourfold.spec.layers import FeedForward, LayerKind, Mixer
 from fourfold.spec.layout import EXPERT_AXES
 
 # Parts of a layer's time by kind of operation, of messages by axis.
@@ -42,13 +44,49 @@ PART_OF = {
 _ZERO: Floats = np.zeros(())
 
 
+PerKind = Sequence[Floats] | Floats  # one array for each kind of layer
+
+
+class LayerWork(NamedTuple):
+    """Seconds of a layer, or of the mean of several, by what runs beside each other: kernels and
+    messages that wait for each other, what ZeRO-3 gathers and scatters, the host's launches."""
+
+    busy: Floats
+    move: Floats
+    launch: Floats
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one layer and one micro batch; `total` is what the parts become together."""
+    """Seconds of one layer and one micro batch, mean over the layers of a model; `total` is what
+    the parts become together. Of a model whose layers differ also the work of each kind."""
 
     parts: dict[str, Floats]
     total: Floats
-    launch_ratio: Floats  # the host's time to launch it against the device's to run it
+    kinds: tuple[LayerKind, ...] = ()
+    works: tuple[LayerWork, ...] = ()
+
+    def total_of(self, shares: PerKind, rates: Rates) -> Floats:
+        """Seconds of the mean of layers with these shares of each kind."""
+        return rates.together(*mean_work(self.works, shares))[1]
+
+    def take(self, index: NDArray[np.intp]) -> LayerTimes:
+        def taken(seconds: Floats) -> Floats:
+            return seconds[index] if np.ndim(seconds) else seconds
+
+        parts = {name: taken(part) for name, part in self.parts.items()}
+        works = tuple(LayerWork(*map(taken, work)) for work in self.works)
+        return LayerTimes(parts, taken(self.total), self.kinds, works)
+
+
+def mean_work(works: Sequence[LayerWork], shares: PerKind) -> LayerWork:
+    """The work of a layer that is the mean of kinds in these shares."""
+    seconds = zip(*works, strict=True)
+    return LayerWork(*(weighted(of_kinds, shares) for of_kinds in seconds))
+
+
+def weighted(values: PerKind, shares: PerKind) -> Floats:
+    return sum((share * value for share, value in zip(shares, values, strict=True)), _ZERO)
 
 
 def part_of(op: Op) -> str:
@@ -100,7 +138,7 @@ def once_ops(c: Columns, ends: float = 1.0) -> Once:
 class StepOps(NamedTuple):
     """The operations that a step's seconds are a sum over."""
 
-    layer: Told = decoder_layer
+    layer: tuple[Told, ...] = LAYER  # by the parts of a LayerKind
     head: Told = head
     embedding: Told = embedding
     handover: Told = handover
@@ -111,17 +149,68 @@ STEP = StepOps()
 
 
 def layer_times(
-    c: Columns, coef: Coefficients, *, micro: Floats, layer: Told = decoder_layer
+    c: Columns, coef: Coefficients, *, micro: Floats, layer: tuple[Told, ...] = LAYER
 ) -> LayerTimes:
     """Everything one layer does for one micro batch. What ZeRO-3 gathers travels beside it, and a
     GPU runs while its host launches; on a CPU each waits for the other."""
-    rates = rates_of(c, coef)
-    alone = sums(layer(c, micro), rates)
-    move, launch = alone.pop("fsdp_comm"), alone.pop("host")
-    busy = sum(alone.values(), _ZERO)
-    gathered, total = rates.together(busy, move, launch)
-    parts = alone | {"fsdp_comm": gathered - busy, "host": total - gathered}
-    return LayerTimes(parts, total, launch / gathered)
+    rates, kinds = rates_of(c, coef), mixed_kinds(c)
+    if not kinds:
+        of_parts = [sums(part(c, micro), rates) for part in layer]
+        works: tuple[LayerWork, ...] = ()
+        mean = _total_work(of_parts)
+    else:
+        of_words = [
+            _by_word(c, coef, micro, part, [kind[place] for kind in kinds])
+            for place, part in enumerate(layer)
+        ]
+        shares = model_shares(c, kinds)
+        of_parts = [_mean(seconds, shares) for seconds in of_words]
+        works = tuple(map(_total_work, zip(*of_words, strict=True)))
+        mean = mean_work(works, shares)
+    alone = {name: sum((part[name] for part in of_parts), _ZERO) for name in of_parts[0]}
+    gathered, total = rates.together(*mean)
+    parts = alone | {"fsdp_comm": gathered - mean.busy, "host": total - gathered}
+    return LayerTimes(parts, total, kinds, works)
+
+
+def _by_word(
+    c: Columns, coef: Coefficients, micro: Floats, part: Told, words: Sequence[Mixer | FeedForward]
+) -> list[dict[str, Floats]]:
+    """Seconds of a part of a layer as each of these words of a LayerKind has it."""
+    seconds: dict[Mixer | FeedForward, dict[str, Floats]] = {}
+    for word in words:
+        if word not in seconds:
+            runs = of_word(c, word)
+            seconds[word] = sums(part(runs, micro), rates_of(runs, coef))
+    return [seconds[word] for word in words]
+
+
+def _mean(seconds: Sequence[dict[str, Floats]], shares: PerKind) -> dict[str, Floats]:
+    first = seconds[0]
+    if all(other is first for other in seconds):
+        return first
+    return {name: weighted([of_kind[name] for of_kind in seconds], shares) for name in first}
+
+
+def _total_work(of_parts: Iterable[dict[str, Floats]]) -> LayerWork:
+    works = [_work(seconds) for seconds in of_parts]
+    return LayerWork(*(sum(seconds, _ZERO) for seconds in zip(*works, strict=True)))
+
+
+def _work(alone: dict[str, Floats]) -> LayerWork:
+    busy = sum((part for name, part in alone.items() if name not in ("fsdp_comm", "host")), _ZERO)
+    return LayerWork(busy, alone["fsdp_comm"], alone["host"])
+
+
+def added_s(c: Columns, coef: Coefficients, layer: LayerTimes) -> list[Floats]:
+    """Return the seconds that one more layer of each kind adds to those of a model that gathers no
+    weights. What several kinds take together is convex: no number of layers of each takes less than
+    the sum of these."""
+    if not layer.kinds:
+        return []
+    busy, _, launch = mean_work(layer.works, model_shares(c, layer.kinds))
+    of_busy, of_launch = rates_of(c, coef).slopes(busy, launch)
+    return [of_busy * work.busy + of_launch * work.launch for work in layer.works]
 
 
 LAYER_PARTS = (
@@ -147,12 +236,11 @@ class Times:
 
     step_s: Floats
     parts: dict[str, Floats]
-    # Of one layer: where the device is the slower, a slower host shows in no part.
-    launch_ratio: Floats
+    layer: LayerTimes
 
     def take(self, index: NDArray[np.intp]) -> Times:
         parts = {name: part[index] for name, part in self.parts.items()}
-        return Times(self.step_s[index], parts, self.launch_ratio[index])
+        return Times(self.step_s[index], parts, self.layer.take(index))
 
 
 def estimate(c: Columns, coef: Coefficients, ops: StepOps = STEP) -> Times:
@@ -161,10 +249,11 @@ def estimate(c: Columns, coef: Coefficients, ops: StepOps = STEP) -> Times:
     head, embed, handover = ends_s(c, coef, c.micro, ops)
 
     def rest(micro: Floats) -> StageTimes:
-        one = layer_times(c, coef, micro=micro, layer=ops.layer).total
-        return stage_times(c, one, *ends_s(c, coef, micro, ops))
+        of_rest = layer_times(c, coef, micro=micro, layer=ops.layer)
+        return stage_times(c, by_stage(c, coef, of_rest), *ends_s(c, coef, micro, ops))
 
-    slots, pipe = pipe_s(c, coef, stage_times(c, layer.total, head, embed, handover), rest)
+    stages = stage_times(c, by_stage(c, coef, layer), head, embed, handover)
+    slots, pipe = pipe_s(c, coef, stages, rest)
     parts = {name: slots * (c.layers / c.pp) * layer.parts[name] for name in LAYER_PARTS}
     parts |= {"head": slots * (head + embed) / c.pp, "pp_comm": slots * handover}
     return _whole_step(c, coef, layer, pipe=pipe, slots=slots, parts=parts, once=ops.once(c))
@@ -193,16 +282,38 @@ def ends_s(
     return seconds[0], seconds[1], seconds[2]
 
 
+class LayerSeconds(NamedTuple):
+    """Seconds of one layer and one micro batch, mean over the layers of the first, of the fullest
+    middle and of the last stage, and over all layers."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+    mean: Floats
+
+
+def by_stage(c: Columns, coef: Coefficients, layer: LayerTimes) -> LayerSeconds:
+    """Return the seconds of a layer in the stages, by the kinds of layers that each holds."""
+    if not layer.kinds:
+        return LayerSeconds(layer.total, layer.total, layer.total, layer.total)
+    rates, shares = rates_of(c, coef), stage_shares(c, layer.kinds)
+    first, middle = (layer.total_of(shares[:, stage], rates) for stage in range(2))
+    # Models that begin with other layers have the same ones in all later stages.
+    is_same = np.array_equal(shares[:, 1], shares[:, 2])
+    last = middle if is_same else layer.total_of(shares[:, 2], rates)
+    return LayerSeconds(first, middle, last, layer.total)
+
+
 def stage_times(
-    c: Columns, layer_s: Floats, head: Floats, embed: Floats, handover: Floats
+    c: Columns, layer: LayerSeconds, head: Floats, embed: Floats, handover: Floats
 ) -> StageTimes:
     """Seconds of one micro batch in the stages."""
     split = stage_layers(c)
     return StageTimes(
-        first=split.first * layer_s + embed + handover,
-        middle=split.middle * layer_s + handover,
-        last=split.last * layer_s + head + handover,
-        total=c.layers * layer_s + head + embed + c.pp * handover,
+        first=split.first * layer.first + embed + handover,
+        middle=split.middle * layer.middle + handover,
+        last=split.last * layer.last + head + handover,
+        total=c.layers * layer.mean + head + embed + c.pp * handover,
     )
 
 
@@ -257,4 +368,4 @@ def _whole_step(
     parts |= {name: seconds + np.zeros_like(step) for name, seconds in added.items()}
     parts["bubble"] = step - sum(parts.values())
     parts = {name: parts[name] for name in PARTS}
-    return Times(step, parts, layer.launch_ratio + np.zeros_like(step))
+    return Times(step, parts, layer)

@@ -36,10 +36,12 @@ SHORT_PIECE = 8192.0
 _RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
 
 
+_MISALIGNMENT = np.log2(64.0 / np.gcd(np.arange(64), 64))
+
+
 def misalignment(size: Floats) -> Floats:
     """log2 of how far a leading dimension misses 64 elements (128 bytes): 0 aligned, 6 odd."""
-    whole = np.maximum(size, 1.0).astype(np.int64)
-    return np.log2(64.0 / np.gcd(whole, 64))
+    return _MISALIGNMENT.take(np.maximum(size, 1.0).astype(np.int64) & 63)
 
 
 def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: Floats | float) -> Floats:

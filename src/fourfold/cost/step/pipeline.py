@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost import dispatch
-from fourfold.cost.columns import BY_COST, Columns, Floats, Sequences
+from fourfold.cost.columns import BY_COST, Columns, Floats
 from fourfold.cost.count.params import EMBEDDING_COST, end_layers, split_layers
 from fourfold.cost.kinds import active_weights
-from fourfold.spec.layers import LayerRun
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
@@ -49,68 +46,6 @@ def stage_layers(c: Columns) -> StageLayers:
     own = map_unique((c.layers, c.pp, c.vpp, head_layers(c)), _of_ranks, (3,))
     pairs = zip(own, (cut.first, cut.middle, cut.last), strict=True)
     return StageLayers(*(np.where(ours, by_cost, other) for by_cost, other in pairs))
-
-
-def is_mixed(c: Columns) -> bool:
-    """Whether stages of any of these runs can differ in the kinds of their layers."""
-    return bool(c.sequences) and bool(np.any((c.routed > 0) & (c.routed < 1) & (c.pp > 1)))
-
-
-def routed_shares(c: Columns) -> Floats:
-    """Shares of layers with experts in the first, in the fullest middle and in the last stage.
-    [3, runs]"""
-    split, of_ranks = stage_layers(c), partial(_routed_shares, c.sequences)
-    return map_unique((c.sequence, c.pp, c.vpp, c.layers, split.first, split.last), of_ranks, (3,))
-
-
-def _routed_shares(
-    sequences: Sequences,
-    sequence: float,
-    pp: float,
-    vpp: float,
-    layers: float,
-    first: float,
-    last: float,
-) -> tuple[float, float, float]:
-    """Stages between the ends are as even as they come, and so are the chunks of a stage."""
-    stages, loops = int(pp), int(vpp)
-    inner = _evenly(int(layers - first - last), stages - 2)
-    ranks = [int(first), *inner, int(last)] if stages > 1 else [int(layers)]
-    parts = [_evenly(layers_of_rank, loops) for layers_of_rank in ranks]
-    stops = accumulate((part[loop] for loop in range(loops) for part in parts), initial=0)
-    chunks = [range(start, stop) for start, stop in pairwise(stops)]
-    return end_shares(sequences[int(sequence)], [chunks[rank::stages] for rank in range(stages)])
-
-
-def _evenly(layers: int, parts: int) -> list[int]:
-    each, more = divmod(max(0, layers), max(1, parts))
-    return [each + (part < more) for part in range(parts)]
-
-
-def end_shares(
-    sequence: tuple[LayerRun, ...], ranks: list[list[range]]
-) -> tuple[float, float, float]:
-    """Shares of layers with experts on the first, on the fullest middle and on the last rank, by
-    the chunks of each; of several that are as full, the one with the most."""
-    before = experts_before(sequence)
-    counts = [
-        (
-            sum(len(chunk) for chunk in chunks),
-            sum(before[chunk.stop] - before[chunk.start] for chunk in chunks),
-        )
-        for chunks in ranks
-    ]
-    mean = (len(before) - 1, before[-1])
-    three = (counts[0], max(counts[1:-1], default=mean), counts[-1])
-    first, middle, last = (routed / layers if layers else 0.0 for layers, routed in three)
-    return first, middle, last
-
-
-@lru_cache(64)
-def experts_before(sequence: tuple[LayerRun, ...]) -> list[int]:
-    """How many layers with experts come before each layer, and in all."""
-    has = (run.kind.feed_forward == "experts" for run in sequence for _ in range(run.count))
-    return [0, *accumulate(map(int, has))]
 
 
 def head_layers(c: Columns) -> Floats:

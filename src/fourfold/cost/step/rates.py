@@ -20,6 +20,7 @@ from fourfold.cost.step.kernels import attention_s, gemm_s, grouped_s
 from fourfold.cost.step.traffic import (
     context_s,
     floor,
+    floor_slopes,
     gradient_s,
     group_rate,
     half_collective_s,
@@ -169,6 +170,10 @@ class Rates:
         gathered = overlapped_s(self.c, self.coef, busy=busy, move=move) if np.any(move) else busy
         return gathered, floor(gathered, launch)
 
+    def slopes(self, busy: Floats, launch: Floats) -> tuple[Floats, Floats]:
+        """By how much both together grow with each, where nothing is gathered."""
+        return floor_slopes(busy, launch)
+
     def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
         """Of a step's gradients, and of weights that ZeRO-1 divides; `window`: of a backward pass,
         which hides them."""
@@ -181,7 +186,7 @@ class Rates:
 
 def overlapped_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) -> Floats:
     """What both take; grows with either."""
-    together = (busy**4 + move**4) ** 0.25 + 0.2 * coef["dp_exposed"] * move
+    together = ((busy**2) ** 2 + (move**2) ** 2) ** 0.25 + 0.2 * coef["dp_exposed"] * move
     return np.where(c.prefetch > 0, together, busy + move)
 
 
@@ -262,6 +267,9 @@ class CpuRates(Rates):
 
     def together(self, busy: Floats, move: Floats, launch: Floats) -> tuple[Floats, Floats]:
         return busy + move, busy + move + launch
+
+    def slopes(self, busy: Floats, launch: Floats) -> tuple[Floats, Floats]:
+        return np.ones(()), np.ones(())
 
     def pipeline(self, usual: Floats, work: Floats) -> Floats:
         """Rates are of ranks that are all at work. Where they are more than cores, one that waits

@@ -283,6 +283,13 @@ def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
 
 
 def floor(busy: Floats, launch: Floats) -> Floats:
-    """Smooth maximum of GPU time and host time (12-norm)."""
+    """Smooth maximum of GPU time and host time (12-norm); of a stage without layers 0."""
     top = np.maximum(busy, launch)
-    return top * ((busy / top) ** 12 + (launch / top) ** 12) ** (1.0 / 12.0)
+    square = (np.minimum(busy, launch) / np.maximum(top, np.finfo(float).tiny)) ** 2
+    return top * (1.0 + (square * square * square) ** 2) ** (1.0 / 12.0)
+
+
+def floor_slopes(busy: Floats, launch: Floats) -> tuple[Floats, Floats]:
+    """Derivatives of `floor`."""
+    both = floor(busy, launch)
+    return (busy / both) ** 11, (launch / both) ** 11
