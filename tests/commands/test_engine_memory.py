@@ -152,6 +152,16 @@ def test_failed_process_is_told_with_its_last_words(engine, cli) -> None:
     assert "--engine 'torchtitan 0.2.2' could not build rank 0: cat:" in cli.err
 
 
+def test_error_of_the_engine_is_told_without_what_follows(engine, cli) -> None:
+    script = engine / "engines" / "torchtitan-0.2.2" / "bin" / "python"
+    script.write_text(
+        "#!/bin/sh\necho '[rank0]: [rank0]: ValueError: too odd' >&2\n"
+        "echo '[rank0]: see the manual' >&2\nexit 1\n"
+    )
+    cli(*RUN, "--layout", "dp64", status=1)
+    assert cli.err.endswith("could not build rank 0: ValueError: too odd\n")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -160,8 +170,10 @@ def test_failed_process_is_told_with_its_last_words(engine, cli) -> None:
         ("--layout dp64 --precision fp8", "use bf16-mixed or bf16-pure"),
         ("--layout 'dp8 cp2'", "layout.cp=2 is not counted yet by the dry run of torchtitan 0.2.2"),
         ("--layout dp8 --model mixtral-8x7b", "has experts, and not counted yet"),
-        ("--layout dp8 --dp 8", "--layout dp8 does not go with flags of single axes"),
+        ("--layout dp8 --dp 8", "--layout dp8 does not go with another layout"),
         ("--layout dp8 --model gpt-3-175b", "is not supported by torchtitan-0.2"),
+        ("--layout 'dp8 zero0'", "policy.sharding=zero0 is not counted yet by the dry run of"),
+        ("--layout tp8", "layout.dp=1 is not counted yet by the dry run of torchtitan 0.2.2"),
         ("--layout dp8 --stages", "use --rank worst"),
     ],
 )

@@ -16,6 +16,7 @@ from fourfold.show.engine_memory import memory_page
 from fourfold.show.table import Part, named, table
 from fourfold.spec import check
 from fourfold.spec.layout import AXES
+from fourfold.spec.run import put_layout
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 from fourfold.verbs.shapes import FlopsRequest
@@ -114,7 +115,9 @@ def dryrun(args: Any, show: OnEvent) -> Output:
     """
     run = options.run_table(args, note=notes(show))
     if args.engine is None:
-        options.refuse(args, _ENGINE, "goes with --engine")
+        others = [one for one in _ENGINE if one.key != "layout"]
+        options.refuse(args, others, "goes with --engine")
+        run = run if args.layout is None else put_layout(run, args.layout)
         is_number = args.rank is None or args.rank.isdecimal()
         check.that(is_number, "--rank", args.rank, "must be a number", "add --engine for a name")
         rank = None if args.rank is None else int(args.rank)

@@ -167,6 +167,7 @@ class MemoryAdapter:
     file: str  # of its folder
     axes: tuple[str, ...]
     precisions: tuple[str, ...]
+    shardings: tuple[str, ...]  # over two ranks or more
     experts: bool = False
     compiled: bool = False
     # Options that an export sets and nobody asked for: a dry run leaves them as the engine has

@@ -183,9 +183,12 @@ def nested(table: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any
     return result
 
 
-def put_layout(table: Mapping[str, Any], text: str) -> dict[str, Any]:
+def put_layout(table: Mapping[str, Any], text: str, *, replaces: bool = False) -> dict[str, Any]:
     """Return a run's table with the layout of a text, which may add a sharding and any fields:
-    'pp4 dp16 tp8 zero1 batch.micro_batch=2'."""
+    'pp4 dp16 tp8 zero1 batch.micro_batch=2'. Only one that `replaces` takes a layout's place."""
+    if "layout" in table and not replaces:
+        rule, hint = "does not go with another layout", "omit --dp, --tp, --cp and --pp"
+        raise UserError(rule, field="--layout", value=text, hint=hint)
     result = {name: dict(v) if isinstance(v, Mapping) else v for name, v in table.items()}
     axes = []
     for word in text.split():

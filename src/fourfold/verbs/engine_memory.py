@@ -4,6 +4,7 @@ tensors without memory, against the memory of a GPU."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -239,9 +240,6 @@ def _spec(run: AnyRun, request: EngineMemoryRequest, engine: Engine) -> tuple[Ru
     is the engine's own."""
     table = nested(codec.encode(run) if isinstance(run, RunSpec) else run)
     if request.layout is not None:
-        is_named = "layout" in table
-        rule, hint = "does not go with flags of single axes", "omit --dp, --tp, --cp and --pp"
-        check.that(not is_named, "--layout", request.layout, rule, hint)
         table = put_layout(table, request.layout)
     batch, policy = dict(table.get("batch") or {}), dict(table.get("policy") or {})
     habit = engine_of(engine.export.predicted_as).habits.sharding
@@ -280,6 +278,10 @@ def _require_counted(spec: RunSpec, adapter: MemoryAdapter, release: Release) ->
     check.that(
         policy.precision in adapter.precisions, "policy.precision", policy.precision, what, hint
     )
+    hint = f"use {' or '.join(adapter.shardings)}"
+    check.that(policy.sharding in adapter.shardings, "policy.sharding", policy.sharding, what, hint)
+    shards = spec.layout.shard
+    check.that(shards > 1, "layout.dp", spec.layout.dp, what, "shard it over 2 ranks or more")
     rule = f"has experts, and {what.removeprefix('is ')}"
     check.that(adapter.experts or model.moe is None, "model", model.name, rule, "take a dense one")
     is_counted = adapter.compiled or not policy.compile
@@ -322,14 +324,21 @@ def _counted(release: Release, adapter_path: str, request: RankMemoryRequest) ->
         rule = f"gave no answer for rank {request.rank} within {_LIMIT_S:g} s"
         raise MachineError(rule, field="--engine", value=release.name) from None
     if ended.returncode or not ended.stdout:
-        words = [
-            line for line in ended.stderr.decode(errors="replace").splitlines() if line.strip()
-        ]
-        why = words[-1].strip()[:300] if words else f"it ended with status {ended.returncode}"
+        why = _last_words(ended.stderr.decode(errors="replace"))
+        why = why or f"it ended with status {ended.returncode}"
         rule = f"could not build rank {request.rank}: {why}"
         raise MachineError(rule, field="--engine", value=release.name)
     return codec.from_json(RankMemoryCount, ended.stdout.decode())
 
 
+def _last_words(text: str) -> str:
+    """The error that ended a process, else its last line; '' where it said nothing."""
+    lines = [_RANK_PREFIX.sub("", line).strip() for line in text.splitlines()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return next(iter([*errors[-1:], *filter(None, reversed(lines))]), "")[:300]
+
+
+_RANK_PREFIX = re.compile(r"^(\[rank\d+\]:\s*)+")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 # Ranks of another start must not speak for this one.
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -24,9 +24,7 @@ class EngineMemoryRequest(Request):
         group=_OWN_CODE,
         default="worst",
     )
-    layout: str | None = flag(
-        "layout such as 'pp4 dp16 tp8', with zero0-3 or FIELD=VALUE", "TEXT", group=_OWN_CODE
-    )
+    layout: str | None = flag("layout such as 'pp4 dp16 tp8', with zero0-3 or FIELD=VALUE", "TEXT")
     gpu: str | None = flag(
         "GPU whose memory must hold it", "ID", group=_OWN_CODE, either="engine limit"
     )

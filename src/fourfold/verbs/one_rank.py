@@ -227,7 +227,7 @@ def _of_rank(report: RunReport, rank: int) -> RunReport:
 
 def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec:
     """The run under the layout text, which may add a sharding and any fields."""
-    table = put_layout(run, text)
+    table = put_layout(run, text, replaces=True)
     if request.world is not None:
         table["gpus"] = request.world
     table = {"steps": _STEPS, "warmup": _WARMUP, **table}
