@@ -97,7 +97,7 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
         ),
         policy=policy,
         host_gpus=8,
-        stack=STACKS.get(engine, export.stack_of(engine)),
+        engine=engine_of(STACKS.get(engine, export.stack_of(engine))),
         device="h100-80gb",
     )
 
@@ -127,7 +127,7 @@ def sampled(engine: str, count: int, models: Sequence[ModelShape] = ()) -> list[
     while len(found) < count:
         model = models[len(found) % len(models)]
         one = _drawn(engine, model, dice)
-        target = Target(engine=engine_of(one.stack), release=engine, gpus=one.layout.world)
+        target = Target(engine=one.engine, release=engine, gpus=one.layout.world)
         if why_not(model, one.layout, one.batch, one.policy, target):
             continue
         export.write_folder(engine, one)  # what is legal for a release, it has settings for
@@ -144,7 +144,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         batch=one.batch,
         policy=one.policy,
     )
-    columns = columns_of([spec], cluster=CLUSTER, engine=engine_of(one.stack))
+    columns = columns_of([spec], cluster=CLUSTER, engine=one.engine)
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)
@@ -167,7 +167,7 @@ _MODULES = {"selective": ["core_attn"], "moe": ["moe"], "moe-act": ["moe_act"]}
 def _expected_experts(one: Setup, moe: Moe) -> dict[str, Any]:
     model, layout = one.model, one.layout
     # torchtitan's other dispatchers are for ep.
-    local = layout.ep * (layout.etp if one.stack.startswith("megatron") else 1) == 1
+    local = layout.ep * (layout.etp if one.engine.name.startswith("megatron") else 1) == 1
     return {
         "experts": model.experts,
         "top_k": model.top_k,
@@ -189,7 +189,7 @@ def _expected_experts(one: Setup, moe: Moe) -> dict[str, Any]:
                 "capacity": moe.capacity,
                 "hides_exchange": one.policy.overlap_exchange,
             }
-            if one.stack.startswith("megatron")
+            if one.engine.name.startswith("megatron")
             else {}
         ),
     }

@@ -21,7 +21,7 @@ from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.engine import EXPORTS, FOLDER
+from fourfold.spec.engine import EXPORTS, FOLDER, engine_of
 from fourfold.spec.hf.written import config_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -138,7 +138,7 @@ def stated() -> list[Setup]:
             batch=Batch(seq_len=4096, micro_batch=1, global_batch=64),
             policy=Policy(**policy),
             host_gpus=8,
-            stack="megatron",
+            engine=engine_of("megatron"),
             device="h100-80gb",
         )
         for model, layout, policy in STATED

@@ -14,6 +14,7 @@ from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from tests.engines.sampled import environment
@@ -26,7 +27,7 @@ def printed(model: str, folder: Path, layout: str = "dp4 tp2", **policy: Any) ->
         batch=Batch(seq_len=4096, micro_batch=2, global_batch=16),
         policy=Policy(recompute="full", sharding="zero2", **policy),
         host_gpus=8,
-        stack=export.stack_of("torchtitan"),
+        engine=engine_of(export.stack_of("torchtitan")),
         device="h100-80gb",
     )
     for name, text in export.write_folder("torchtitan", setup).items():

@@ -15,6 +15,7 @@ import fourfold
 from fourfold.cost.memory.allocator import rounded
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
+from fourfold.spec.engine import engine_of
 from fourfold.spec.run import run_of
 from tests.engines.sampled import environment
 
@@ -38,7 +39,7 @@ def settings(folder: Path, layout: str, **batch: int) -> list[str]:
         batch=spec.batch,
         policy=spec.policy,
         host_gpus=8,
-        stack="torchtitan",
+        engine=engine_of("torchtitan"),
     )
     folder.mkdir()
     for name, text in export.write_folder(NAME, setup).items():

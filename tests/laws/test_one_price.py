@@ -118,7 +118,7 @@ def query(spec: RunSpec, stack: str, cluster: Cluster, left_open: set[str]) -> P
     chosen = axes | {name: getattr(spec.policy, name) for name in OPEN[6:]}
     chosen["micro_batch"] = spec.batch.micro_batch
     fixed = {name: value for name, value in chosen.items() if name not in left_open}
-    policy = with_gradient_dtypes(stack, spec.policy)  # as a plan states them
+    policy = with_gradient_dtypes(engine_of(stack), spec.policy)  # as a plan states them
     asked = {"batch": replace(spec.batch, micro_batch=0), "policy": policy, "fixed": fixed}
     return replace(ask(spec.model.name, spec.gpus, stack, cluster=cluster, explore=True), **asked)
 

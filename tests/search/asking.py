@@ -34,7 +34,7 @@ def ask(
         resolved=engine,
         gpus=gpus,
         batch=Batch(seq_len=4096, global_batch=48),
-        policy=usual_policy(stack, Policy(), set()),
+        policy=usual_policy(engine.engine, Policy(), set()),
         evidence=evidence_for(known, engine.entry),
         fixed={},
     )

@@ -44,7 +44,7 @@ def setup(layout: str = "pp2 dp4 tp8", model: str = "llama-3.1-70b", **policy: A
         batch=Batch(seq_len=4096, micro_batch=2, global_batch=256),
         policy=Policy(**policy),
         host_gpus=8,
-        stack="megatron-bridge-2026",
+        engine=engine_of("megatron-bridge-2026"),
         device="h100-80gb",
     )
 
@@ -56,7 +56,8 @@ def setup_of(said: dict[str, Any]) -> Setup:
     batch = {key: rest.pop(key) for key in ("seq_len", "micro_batch", "ramp") if key in rest}
     if "ramp" in batch:
         batch["ramp"] = Ramp(**batch["ramp"])
-    fields = {key: rest.pop(key) for key in ("stack", "device") if key in rest}
+    fields: dict[str, Any] = {"device": rest.pop("device")} if "device" in rest else {}
+    fields |= {"engine": engine_of(rest.pop("stack"))} if "stack" in rest else {}
     one = setup(rest.pop("layout", "pp2 dp4 tp8"), **rest)
     return replace(one, model=model, batch=replace(one.batch, **batch), **fields)
 
@@ -93,7 +94,7 @@ def test_a_setup_has_these_flags_of_megatron(said: dict, there: dict, missing: l
 def test_what_an_engine_cannot_do_is_refused(engine: str, said: dict, begins: str) -> None:
     one = setup_of(said)
     with pytest.raises(UserError) as caught:
-        written(engine, replace(one, stack=export.stack_of(engine)))
+        written(engine, replace(one, engine=engine_of(export.stack_of(engine))))
     assert str(caught.value).startswith(begins)
 
 
@@ -138,7 +139,7 @@ def for_shell(engine: str, layout: str, value: str) -> Setup:
     """With a variable of this value."""
     policy = {"sharding": "zero0", "sequence_parallel": engine not in NO_SEQUENCE_PARALLEL}
     one = setup(layout, env=(("NCCL_DEBUG", value),), **policy)
-    return replace(one, stack=export.stack_of(engine))
+    return replace(one, engine=engine_of(export.stack_of(engine)))
 
 
 @pytest.mark.parametrize("engine", OTHERS)
@@ -198,7 +199,7 @@ def test_bash_runs_nothing_that_stands_in_a_name(engine: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("engine", ["megatron-0.16", "torchtitan"])
 def test_a_window_as_long_as_the_sequence_asks_for_nothing(engine: str) -> None:
-    short = replace(setup("dp8"), model=replace(LLAMA2, window=4096), stack=engine)
+    short = replace(setup("dp8"), model=replace(LLAMA2, window=4096), engine=engine_of(engine))
     short = replace(short, policy=Policy(sharding="zero3" if engine == "torchtitan" else "zero1"))
     assert export.write(engine, short)
     with pytest.raises(UserError, match="window=4096 is not supported"):

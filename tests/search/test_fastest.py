@@ -41,6 +41,7 @@ from fourfold.search.space import may_fit, space_of, widest_half
 from fourfold.search.table import Pool
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
+from fourfold.spec.engine import engine_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -80,7 +81,7 @@ def questions(draw: st.DrawFn, most_gpus: int = 24) -> PlanQuery:
         stack,
         cluster=usual_cluster(catalog.device(device), gpus),
         batch=Batch(seq_len=seq_len, global_batch=global_batch),
-        policy=usual_policy(stack, policy, {"compile"}),
+        policy=usual_policy(engine_of(stack), policy, {"compile"}),
         fixed=fixed,
         where=tuple(parse(text) for text in draw(st.sampled_from(WHERE))),
         explore=draw(st.booleans()),
@@ -256,7 +257,7 @@ def test_no_point_on_cores_is_faster_than_its_bound(model: str, bytes_per_s: flo
     known = profile(bytes_per_s=bytes_per_s)
     cluster = cluster_of(known, 8)
     made = calibration_of(known, cluster)
-    policy = usual_policy("fourfold", Policy(precision="fp32"), set())
+    policy = usual_policy(engine_of("fourfold"), Policy(precision="fp32"), set())
     batch = Batch(seq_len=128, global_batch=16)
     machine = {"known": made, "cluster": cluster, "evidence": {}}
     query = ask(model, 8, "fourfold", batch=batch, policy=policy, **machine)

@@ -574,7 +574,7 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
     asked = ask(model, 128, stack=export.stack_of(release), release=release, explore=True)
     asked = replace(asked, policy=replace(asked.policy, precision=precision))
     setup = Setup(model=asked.model, layout=Layout(), batch=asked.batch, policy=asked.policy,
-                  host_gpus=8, stack=asked.resolved.stack)  # fmt: skip
+                  host_gpus=8, engine=asked.resolved.engine)  # fmt: skip
     try:
         export.write(release, setup)
     except UserError:

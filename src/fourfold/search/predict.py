@@ -21,7 +21,7 @@ from fourfold.result.timing import LEAD, WINDOW
 from fourfold.search.query import with_gradient_dtypes
 from fourfold.search.resolve import resolve
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import Engine, engine_of
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import OURS
 
@@ -59,7 +59,7 @@ def predict(
         known = calibration or (calibration_of(profile, machine) if profile else None)
         known = known or calibrations.shipped()
         engine = resolve(stack, machine, known, experts=has_experts)
-        asked = [with_planned_gradients(specs[at], engine.stack) for at in places]
+        asked = [with_planned_gradients(specs[at], engine.engine) for at in places]
         c = columns_of(asked, cluster=machine, engine=engine.engine)
         many, words = predictions(c, engine.entry), provenance(c, engine.entry)
         for i, at in enumerate(places):
@@ -72,9 +72,9 @@ def predict(
     return [answers[at] for at in range(len(specs))]
 
 
-def with_planned_gradients(spec: RunSpec, stack: str) -> RunSpec:
-    """Return the run with the gradients' dtypes that 'plan' has for this stack."""
-    return replace(spec, policy=with_gradient_dtypes(stack, spec.policy))
+def with_planned_gradients(spec: RunSpec, engine: Engine) -> RunSpec:
+    """Return the run with the gradients' dtypes that 'plan' has for this engine."""
+    return replace(spec, policy=with_gradient_dtypes(engine, spec.policy))
 
 
 def state_bytes(spec: RunSpec) -> float:

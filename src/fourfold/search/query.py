@@ -17,7 +17,7 @@ from fourfold.search.legal import Target
 from fourfold.search.resolve import Resolved
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import Engine
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -47,7 +47,8 @@ class PlanQuery:
     evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
     fixed: dict[str, object]
     decided: frozenset[str] = frozenset()  # fields of the policy that are not an engine's habit
-    export_stacks: Mapping[str, str] = field(default_factory=dict)  # whose numbers an export has
+    # Whose numbers an export has, by its name.
+    export_engines: Mapping[str, Engine] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # on the machines
     where: tuple[Expression, ...] = ()
     explore: bool = False
@@ -126,14 +127,14 @@ def usual_cluster(device: Device, gpus: int) -> Cluster:
     )
 
 
-def with_gradient_dtypes(stack: str, policy: Policy) -> Policy:
-    """Return the policy with the dtypes that a stack accumulates and reduces gradients in: those of
-    the precision (fp32 unless it is a pure one), whatever its measured runs did, unless stated.
+def with_gradient_dtypes(engine: Engine, policy: Policy) -> Policy:
+    """Return the policy with the dtypes that an engine accumulates and reduces gradients in: those
+    of the precision (fp32 unless it is a pure one), whatever its measured runs did, unless stated.
     Megatron has one buffer for both, so one stated dtype is both there."""
-    usual, stated = engine_of(stack).habits, policy.grad_dtype or policy.reduce_dtype
+    usual, stated = engine.habits, policy.grad_dtype or policy.reduce_dtype
     if stated is None and min(usual.gradient_bytes(policy.dtypes.compute)) < 4.0:
         stated = "fp32" if policy.dtypes.grad == "fp32" else None
-    elif not engine_of(stack).rules.one_gradient_buffer:
+    elif not engine.rules.one_gradient_buffer:
         return policy
     wire, held = policy.reduce_dtype or stated, policy.grad_dtype or stated
     return replace(policy, reduce_dtype=wire, grad_dtype=held)
@@ -152,7 +153,7 @@ _HABITS = (
 
 
 def usual_policy(
-    stack: str,
+    engine: Engine,
     policy: Policy,
     decided: set[str],
     *,
@@ -160,14 +161,14 @@ def usual_policy(
     dispatchers: Sequence[str] = (),
 ) -> Policy:
     """The engine's habits where the user decided nothing; `release`: of today's engine, priced by
-    what was measured of this stack; `dispatchers`: of the cluster, where it says which it has."""
-    usual = engine_of(stack).habits
+    what was measured of this one; `dispatchers`: of the cluster, where it says which it has."""
+    usual = engine.habits
     changes: dict[str, Any] = {}
     if "dispatcher" not in decided and dispatchers:
-        has = engine_of(stack).rules.dispatchers
+        has = engine.rules.dispatchers
         kind = dispatcher_of("auto", usual.dispatcher, has, dispatchers)
         changes |= {"dispatcher": kind} if kind != usual.dispatcher else {}
-    if "sequence_parallel" not in decided and not engine_of(stack).is_ours:
+    if "sequence_parallel" not in decided and not engine.is_ours:
         changes["sequence_parallel"] = usual.sequence_parallel
     if "compile" not in decided and usual.compiles:
         # It does not compile a backward in two halves.
@@ -177,16 +178,16 @@ def usual_policy(
     if "overlap_exchange" not in decided and OVERLAPS[usual.overlap].is_schedule:
         # DualPipe is how such an engine's pipeline runs.
         changes["overlap_exchange"] = True
-    return with_gradient_dtypes(stack, replace(policy, **changes))
+    return with_gradient_dtypes(engine, replace(policy, **changes))
 
 
-def policy_of_engine(query: PlanQuery, policy: Policy, stack: str) -> Policy:
-    """Return a policy of the query as a plan for another stack has it: what was searched or decided
-    by the user stays, habits are that stack's."""
+def policy_of_engine(query: PlanQuery, policy: Policy, engine: Engine) -> Policy:
+    """Return a policy of the query as a plan for another engine has it: what was searched or
+    decided by the user stays, habits are that engine's."""
     plain = Policy()
     open_habits = {name: getattr(plain, name) for name in _HABITS if name not in query.decided}
     return usual_policy(
-        stack,
+        engine,
         replace(policy, **open_habits),
         {*query.decided},
         release=True,

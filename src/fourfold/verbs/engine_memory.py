@@ -131,7 +131,7 @@ def engine_memory(
         batch=spec.batch,
         policy=spec.policy,
         host_gpus=min(_HOST_GPUS, spec.gpus),
-        stack=engine.export.predicted_as,
+        engine=engine_of(engine.export.predicted_as),
         model_name=spec.model.name,
     )
     settings = exports.write_folder(engine.name, setup)

@@ -28,7 +28,7 @@ from fourfold.result.report import RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
 from fourfold.spec import RunSpec, check, codec, texts
-from fourfold.spec.engine import EXPORTS, READERS, TEMPLATES
+from fourfold.spec.engine import EXPORTS, READERS, TEMPLATES, engine_of
 from fourfold.spec.site import Env, Site, require_form
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor
@@ -136,7 +136,7 @@ class TemplateRuns:
             batch=spec.batch,
             policy=spec.policy,
             host_gpus=self.site.gpus_per_node if self.site is not None else host_gpus,
-            stack=self.known.stack,
+            engine=engine_of(self.known.stack),
             device=cluster.device.id if cluster else "",
             model_name=spec.model.name,
         )

@@ -28,7 +28,7 @@ from fourfold.search.query import usual_cluster, usual_policy
 from fourfold.search.ranking import Ranking
 from fourfold.search.resolve import resolve
 from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
-from fourfold.spec.engine import EXPORTS
+from fourfold.spec.engine import EXPORTS, Engine
 from fourfold.spec.policy import Policy
 from fourfold.spec.supported import left_out
 from fourfold.spec.words import OURS
@@ -138,7 +138,7 @@ def _setup(ranking: Ranking, place: int, name: str) -> Setup:
         batch=spec.batch,
         policy=spec.policy,
         host_gpus=query.resolved.cluster.host_gpus,
-        stack=query.resolved.stack,
+        engine=query.resolved.engine,
         device=query.resolved.cluster.device.id,
         model_name=name,
         notes=_export_notes(ranking, place),
@@ -231,17 +231,17 @@ def _line(model: ModelShape, engine: str, gpu: str) -> SupportRow:
         stack=priced.stack,
         priced=priced.entry.basis,
         rows=priced.entry.rows_time,
-        settings=_settings(model, engine, priced.stack),
+        settings=_settings(model, engine, priced.engine),
     )
 
 
-def _settings(model: ModelShape, engine: str, stack: str) -> str:
+def _settings(model: ModelShape, engine: str, priced: Engine) -> str:
     """Return 'yes', or why --export of an engine writes no settings of a model, however it is laid
     out."""
-    policy = usual_policy(stack, Policy(), set(), release=True)
+    policy = usual_policy(priced, Policy(), set(), release=True)
     batch = Batch(seq_len=_TOKENS, global_batch=1)
     setup = Setup(
-        model=model, layout=Layout(), batch=batch, policy=policy, host_gpus=1, stack=stack
+        model=model, layout=Layout(), batch=batch, policy=policy, host_gpus=1, engine=priced
     )
     try:
         exports.check_always(engine, setup)

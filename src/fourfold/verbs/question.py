@@ -33,7 +33,7 @@ from fourfold.search.resolve import (
     resolve,
 )
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
-from fourfold.spec.engine import EXPORTS, engine_of, release_of
+from fourfold.spec.engine import EXPORTS, Engine, engine_of, release_of
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
@@ -105,7 +105,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         remarks=(remark,) if remark else (),
         fixed=fixed,
         decided=frozenset(request.policy),
-        export_stacks=_export_stacks(engine, known, experts=model.moe is not None),
+        export_engines=_export_engines(engine, known, experts=model.moe is not None),
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
@@ -118,7 +118,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
     return query, counts
 
 
-def _export_stacks(engine: Resolved, known: Calibration, *, experts: bool) -> dict[str, str]:
+def _export_engines(engine: Resolved, known: Calibration, *, experts: bool) -> dict[str, Engine]:
     """Return whose numbers each --export has beside this engine: its own, where the rules are the
     same, else what the short name of the export's engine stands for."""
     own = engine.stack
@@ -126,10 +126,10 @@ def _export_stacks(engine: Resolved, known: Calibration, *, experts: bool) -> di
         name: exports.stack_of(name) for name in EXPORTS if not exports.has_rules_of(name, own)
     }
     measured = {
-        stack: match_engine(stack, engine.cluster, known, experts=experts).stack
+        stack: engine_of(match_engine(stack, engine.cluster, known, experts=experts))
         for stack in dict.fromkeys(short.values())
     }
-    return {name: measured[short[name]] if name in short else own for name in EXPORTS}
+    return {name: measured[short[name]] if name in short else engine.engine for name in EXPORTS}
 
 
 def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
@@ -208,7 +208,7 @@ def _first_that_can(
         engine = resolve(name, cluster, known, experts=model.moe is not None)
         runner = request.export or release_of(name)
         own = queries.usual_policy(
-            engine.stack,
+            engine.engine,
             policy,
             set(request.policy),
             release=bool(runner),
@@ -256,7 +256,7 @@ def _require_runnable(
             batch=replace(batch, micro_batch=1),
             policy=replace(policy, schedule="1f1b", virtual_stages=1),  # one rank has no pipeline
             host_gpus=1,
-            stack=engine.stack,
+            engine=engine.engine,
         )
         exports.check_settings(runner, setup)
 

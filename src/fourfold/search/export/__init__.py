@@ -120,7 +120,7 @@ def check_always(engine: str, setup: Setup) -> None:
     setup = replace(setup, model=without_idle_window(setup.model, setup.batch.seq_len))
     check(engine, setup.model)
     release = engine if _entry(engine).export.writer else ""
-    target = Target(engine=engine_of(setup.stack), release=release)
+    target = Target(engine=setup.engine, release=release)
     for refusal in certain_refusals(setup.model, setup.batch, setup.policy, target):
         raise refusal.error
     check_settings(engine, setup)
@@ -186,14 +186,14 @@ def is_written(query: PlanQuery, spec: RunSpec) -> bool:
 
 def _can_write(engine: str, query: PlanQuery, spec: RunSpec) -> bool:
     """Return whether the same question with --export of an engine writes this layout."""
-    stack = query.export_stacks.get(engine, stack_of(engine))
+    numbers = query.export_engines.get(engine) or engine_of(stack_of(engine))
     setup = Setup(
         model=spec.model,
         layout=spec.layout,
         batch=spec.batch,
-        policy=policy_of_engine(query, spec.policy, stack),
+        policy=policy_of_engine(query, spec.policy, numbers),
         host_gpus=query.resolved.cluster.host_gpus,
-        stack=stack,
+        engine=numbers,
     )
     return why_not_written(engine, setup) is None
 

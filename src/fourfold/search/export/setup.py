@@ -20,7 +20,7 @@ from fourfold.search.legal import Target, why_not
 from fourfold.search.plan_answer import Choice
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.engine import EXPORTS, FOLDER, Engine, EngineHabits, engine_of
+from fourfold.spec.engine import EXPORTS, FOLDER, Engine, EngineHabits
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import VARIANTS, ModelShape
 from fourfold.spec.policy import Policy
@@ -108,7 +108,7 @@ class Setup:
     batch: Batch
     policy: Policy
     host_gpus: int
-    stack: str
+    engine: Engine
     device: str = ""
     model_name: str = ""
     notes: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class Setup:
 
     @property
     def defaults(self) -> EngineHabits:
-        return engine_of(self.stack).habits
+        return self.engine.habits
 
     @property
     def overlaps_tp(self) -> bool:
@@ -218,7 +218,7 @@ def check_rules(engine: str, setup: Setup) -> None:
     """Refuse a layout that breaks a rule of the engine's release."""
     if setup.layout.order != AXES:
         raise no_setting(engine, "layout.order", " ".join(setup.layout.order), " ".join(AXES))
-    target = Target(engine=engine_of(setup.stack), release=engine, runs=False)
+    target = Target(engine=setup.engine, release=engine, runs=False)
     for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
         raise broken.error
 
