@@ -15,7 +15,7 @@ from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.memory.peak import memory, stage_loads
 from fourfold.cost.predict import chunk_times
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.estimate import LayerSeconds, by_stage, ends_s, estimate, layer_times
+from fourfold.cost.step.estimate import by_stage, ends_s, estimate, layer_times
 from fourfold.cost.step.pipeline import chunk_layers, stage_layers
 from fourfold.cost.step.stage_kinds import routed_shares
 from fourfold.search.query import usual_cluster
@@ -147,13 +147,10 @@ def test_a_last_stage_without_layers_takes_what_its_head_takes() -> None:
 
 
 def test_joined_runs_take_what_they_take_apart() -> None:
-    """To the last bit, whether or not the layers of the other runs differ."""
+    """To the last bit, whether or not the other runs have experts, or layers that differ."""
     names = ("deepseek-v3", "llama-3.1-8b", "gpt-oss-20b", "mixtral-8x7b")
     parts = [runs(name, "pp4 dp8") for name in names]
-
-    def of_stages(c: Columns) -> LayerSeconds:
-        return by_stage(c, defaults(), layer_times(c, defaults(), micro=c.micro))
-
-    apart = zip(*map(of_stages, parts), strict=True)
-    for both, seconds in zip(of_stages(joined(parts)), apart, strict=True):
-        assert both.tolist() == np.concatenate(seconds).tolist()
+    both = estimate(joined(parts), defaults())
+    apart = [estimate(part, defaults()) for part in parts]
+    assert both.step_s.tolist() == [times.step_s[0] for times in apart]
+    assert both.parts["dp_comm"].tolist() == [times.parts["dp_comm"][0] for times in apart]

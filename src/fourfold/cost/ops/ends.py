@@ -66,7 +66,8 @@ def reduction(c: Columns, params: Floats, kind: WeightKind) -> tuple[Op, Op]:
     those of every micro batch, but in torch's pipelines, which wait for the last one."""
     size, shards = kind.copies(c), kind.shards(c)
     is_whole = (c.zero < 1) | (shards < size)  # every rank needs the whole sum: an all-reduce
-    reduced = np.where((size > 1) & (c.zero < 3), 1.0, 0.0)
+    # Runs without such weights send nothing, whatever other runs have.
+    reduced = np.where((size > 1) & (c.zero < 3) & (params > 0), 1.0, 0.0)
     gathered = reduced * np.where((c.zero >= 1) & (shards > 1), 1.0, 0.0)
     each = (c.zero == 2) & ((c.pp == 1) | (c.balanced == BY_COST))
     once = partial(Op, kind="collective", axis=f"dp{kind.name}")
