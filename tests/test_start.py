@@ -27,7 +27,8 @@ COMMANDS = (
 HEAVY = ("torch", "numpy", "rich", "plotly", "matplotlib", "filelock", "psutil")
 # Of the extra [run].
 RUN = ("torch", "filelock", "psutil")
-RATIO = 12
+# Bare interpreters that a start may take; `models` counts every model of the catalogue, 81 today.
+RATIOS = {"--help": 5, "flops --model mpt-7b --seq-len 2048": 14, "models": 17}
 
 
 def _environment() -> dict[str, str]:
@@ -81,14 +82,14 @@ def _cpu_s(*words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("words", [COMMANDS[0], COMMANDS[2], COMMANDS[3]], ids=" ".join)
-def test_start_up_is_within_twelve_bare_interpreters(words: list[str]) -> None:
+@pytest.mark.parametrize("command", RATIOS)
+def test_start_up_is_within_few_bare_interpreters(command: str) -> None:
     """Both in turns, the least of each: neighbours on the machine make CPU seconds twice as long,
     but not of every start. A bad stretch is waited out; what starts slowly does so every time."""
     bare = own = float("inf")
     for start in range(60):
         bare = min(bare, _cpu_s("-c", "pass"))
-        own = min(own, _cpu_s("-m", "fourfold", *words))
-        if start >= 4 and own < RATIO * bare:
+        own = min(own, _cpu_s("-m", "fourfold", *command.split()))
+        if start >= 4 and own < RATIOS[command] * bare:
             return
     pytest.fail(f"{own / bare:.1f} bare interpreters, least of 60 starts")

@@ -61,6 +61,14 @@ def type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
+@functools.cache
+def _fields(cls: type) -> dict[str, bool]:
+    """The names of a dataclass's fields, and whether each must be given."""
+    return {
+        field.name: _default_of(field) is dataclasses.MISSING for field in dataclasses.fields(cls)
+    }
+
+
 def decode(cls: type[T], data: object, path: str = "") -> T:
     """Plain data -> an instance of the dataclass `cls`; unknown and missing fields are refused."""
     special = getattr(cls, "from_plain", None)
@@ -71,7 +79,7 @@ def decode(cls: type[T], data: object, path: str = "") -> T:
 
 def decode_fields(cls: type[T], data: object, path: str = "") -> T:
     """The field-by-field form of `decode`, for types whose `from_plain` has tidied the data."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = _fields(cls)
     if not isinstance(data, dict):
         hint = f"fields: {', '.join(fields)}"
         raise UserError("must be a table", field=path, value=data, hint=hint)
@@ -81,8 +89,8 @@ def decode_fields(cls: type[T], data: object, path: str = "") -> T:
             raise UserError("unknown field", field=_join(path, key), hint=nearest(str(key), fields))
         if value is not None:
             values[key] = decode_value(type_hints(cls)[key], value, _join(path, key))
-    for name, field in fields.items():
-        if name not in values and _default_of(field) is dataclasses.MISSING:
+    for name, needed in fields.items():
+        if needed and name not in values:
             raise UserError("is missing", field=_join(path, name), hint=f"add {name} = ...")
     try:
         return cls(**values)

@@ -146,17 +146,19 @@ def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
     lacking = not_run(shape, seq_len)
     if lacking:
         notes.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
-    active = active_params(shape, seq_len)
-    experts = {
-        "active_params": active.all,
-        "active_params_no_embedding": active.without_both,
-        "mtp_params": mtp_params(shape) or None,
-    }
+    experts = {}
+    if shape.moe:
+        active = active_params(shape, seq_len)
+        experts = {
+            "active_params": active.all,
+            "active_params_no_embedding": active.without_both,
+            "mtp_params": mtp_params(shape) or None,
+        }
     return {
         "name": shape.name,
         "params": model_params(shape, seq_len),
         "layer_params": layer_params(shape).all,
-        **(experts if shape.moe else {}),
+        **experts,
         "seq_len": seq_len,
         "shape": shape,
         "remarks": tuple(notes),
