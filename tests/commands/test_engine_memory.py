@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ import pytest
 from fourfold.result.one_rank import (
     AllocatorBytes,
     AllocatorFits,
+    EngineJob,
+    EngineJobReply,
+    EngineSetting,
     LiveTensor,
     MemoryKind,
     RankMemoryCount,
 )
 from fourfold.spec import codec
+from fourfold.spec.layout import Layout
 from fourfold.units import bytes_from
 
 GIB = 2**30
@@ -47,18 +52,45 @@ COUNT = RankMemoryCount(
     num_unknown_values=0,
 )
 
+CONFIG = ["dryrun", "--engine", "torchtitan==0.2.2", "--engines", "engines", "--config", "own.toml"]
+JOB = EngineJob(
+    model="llama3 8B",
+    has_experts=False,
+    layout=Layout(pp=4, shard=2, tp=8),
+    sharding="zero2",
+    recompute="selective",
+    precision="bf16-mixed",
+    precision_name="bf16-mixed",
+    is_compiled=False,
+    seq_len=8192,
+    micro_batch=1,
+    global_batch=16,
+    settings={
+        "layout.cp": EngineSetting(name="parallelism.context_parallel_degree", value="2"),
+        "layout.ep": EngineSetting(name="parallelism.expert_parallel_degree", value="2"),
+        "layout.dp": EngineSetting(name="parallelism.data_parallel_shard_degree", value="1"),
+        "model": EngineSetting(name="model.flavor", value="8B"),
+        "policy.precision": EngineSetting(name="model.converters", value='["float8"]'),
+        "policy.compile": EngineSetting(name="compile.enable", value="true"),
+    },
+)
+
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed release whose process keeps its requests, and the files that came with them, in
-    this folder, and answers with what is in `answer.json` there."""
+    this folder, and answers with what is in `answer.json` there, of its own settings with what is
+    in `job.json`."""
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "engines" / "torchtitan-0.2.2"
     (home / "bin").mkdir(parents=True)
     (home / ".ready").write_text("torchtitan==0.2.2")
     python = home / "bin" / "python"
     python.write_text(
-        f"#!/bin/sh\ncat >{tmp_path}/request.$$\ncat {tmp_path}/answer.json || exit 3\n"
+        f"#!/bin/sh\nif [ $6 = read_job ]; then\n  cat >{tmp_path}/job.request\n"
+        f"  cp $(grep -o '/[^\"]*config.toml' {tmp_path}/job.request) {tmp_path}/copied\n"
+        f"  exec cat {tmp_path}/job.json\nfi\n"
+        f"cat >{tmp_path}/request.$$\ncat {tmp_path}/answer.json || exit 3\n"
     )
     python.chmod(0o755)
     (tmp_path / "answer.json").write_text(codec.to_json(COUNT))
@@ -179,6 +211,92 @@ def test_error_of_the_engine_is_told_without_what_follows(engine, cli) -> None:
 )
 def test_unknown_territory_is_refused(words, said, engine, cli) -> None:
     assert said in cli(*RUN, *shlex.split(words), status=2)
+    assert not requests(engine)
+
+
+def own_settings(folder: Path, reply: EngineJobReply) -> None:
+    (folder / "own.toml").write_bytes(b"# mine\r\n[training]\r\nseq_len = 8192\r\n")
+    (folder / "job.json").write_text(codec.to_json(reply))
+
+
+def test_config_goes_to_the_engine_as_it_is(engine, cli) -> None:
+    own_settings(engine, EngineJobReply(job=JOB))
+    answer = cli.json(*CONFIG, "--gpus", "64", "--limit", "80GiB")
+    assert json.loads((engine / "job.request").read_text())["world"] == 64
+    assert (engine / "copied").read_bytes() == (engine / "own.toml").read_bytes()
+    asked = requests(engine)
+    assert [request["rank"] for request in asked] == [0, 16, 32, 48]
+    for request in asked:
+        assert request["arguments"][0] == "--job.config_file"
+        assert len(request["arguments"]) == 2
+        assert request["limit_bytes"] == 80 * GIB - answer["outside_bytes"]
+    for field in ("model", "sharding", "recompute", "seq_len", "micro_batch", "global_batch"):
+        assert answer[field] == getattr(JOB, field), field
+    assert (answer["layout"], answer["gpus"]) == ("pp4 dp2 cp1 tp8", 64)
+
+
+def test_outside_bytes_of_config_equal_those_of_flags(engine, cli) -> None:
+    own_settings(engine, EngineJobReply(job=JOB))
+    answers = [
+        cli.json(*CONFIG, "--gpus", "64"),
+        cli.json(*RUN, "--layout", "pp4 dp2 tp8"),
+    ]
+    assert answers[0]["outside"] == answers[1]["outside"]
+    assert [part["name"] for part in answers[0]["outside"]][-1] == "5 NCCL communicators"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"layout": Layout(shard=32, cp=2)},
+            "parallelism.context_parallel_degree = 2 in own.toml is not counted yet by the dry run "
+            "of torchtitan 0.2.2; use 1",
+        ),
+        ({"layout": Layout(shard=64, ep=2)}, "parallelism.expert_parallel_degree = 2 in own.toml"),
+        ({"layout": Layout(tp=64)}, "parallelism.data_parallel_shard_degree = 1 in own.toml"),
+        ({"precision": "fp8"}, 'model.converters = ["float8"] in own.toml is not counted yet'),
+        ({"is_compiled": True}, "compile.enable = true in own.toml is not counted yet"),
+        ({"has_experts": True}, "model.flavor = 8B in own.toml has experts, and not counted yet"),
+        (
+            {"uncounted": ((EngineSetting(name="validation.enable", value="true"), "false"),)},
+            "validation.enable = true in own.toml is not counted yet by the dry run of torchtitan "
+            "0.2.2; use false",
+        ),
+    ],
+)
+def test_config_is_refused_by_the_name_of_its_setting(changes, said, engine, cli) -> None:
+    own_settings(engine, EngineJobReply(job=replace(JOB, **changes)))
+    assert said in cli(*CONFIG, "--gpus", "64", status=2)
+    assert not requests(engine)
+
+
+def test_config_that_the_engine_refuses_is_told_in_its_words(engine, cli) -> None:
+    own_settings(engine, EngineJobReply(refusal="TOMLDecodeError: Invalid value (at line 3)"))
+    said = cli(*CONFIG, "--gpus", "64", status=2)
+    assert "--config own.toml is refused by torchtitan 0.2.2: TOMLDecodeError: Invalid " in said
+    assert not requests(engine)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "--gpus is required; say how many ranks the job has"),
+        ("--gpus 0", "--gpus 0 must be from 1 to 16777216"),
+        ("--gpus 64 --rank 64", "--rank 64 must be a rank of pp4 dp2 cp1 tp8, 0 to 63"),
+        ("--gpus 64 --model llama-3.1-8b", "--model llama-3.1-8b does not go with --config; omit"),
+        ("--gpus 64 --layout dp64", "--layout dp64 does not go with --config"),
+        ("--gpus 64 --tp 8", "--tp 8 does not go with --config"),
+        ("--gpus 64 --seq-len 8192", "--seq-len 8192 does not go with --config"),
+        ("--gpus 64 --micro-batch 1", "--micro-batch 1 does not go with --config"),
+        ("--gpus 64 --recompute full", "--recompute full does not go with --config"),
+        ("--gpus 64 --set policy.compile=true", "--set policy.compile=True does not go with"),
+        ("--gpus 64 --config none.toml", "--config none.toml cannot be read"),
+    ],
+)
+def test_flags_that_contradict_a_config_are_refused(words, said, engine, cli) -> None:
+    own_settings(engine, EngineJobReply(job=JOB))
+    assert said in cli(*CONFIG, *shlex.split(words), status=2)
     assert not requests(engine)
 
 

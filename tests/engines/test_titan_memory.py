@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,113 @@ def test_peak_names_modules_and_lines_of_the_engine(counts) -> None:
     assert not any("fourfold" in tensor["line"] for tensor in tensors)
 
 
+# As torchtitan's own examples are written, with tables that change no memory.
+OWN_SETTINGS = """
+# torchtitan Config.toml
+
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 debug training"
+
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_trace"
+
+[metrics]
+log_freq = 1
+enable_tensorboard = true
+save_tb_folder = "tb"
+
+[model]
+name = "llama3"
+flavor = "debugmodel"
+# test folder with tokenizer.json, for debug purpose only
+hf_assets_path = "./tests/assets/tokenizer"
+# converters = ["float8"]
+
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+
+[lr_scheduler]
+warmup_steps = 2  # lr scheduler warm up, normally 20% of the train steps
+
+[training]
+local_batch_size = 8
+seq_len = 512
+max_norm = 1.0  # grad norm clipping
+steps = 10
+dataset = "c4_test"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default" # default / never / always
+tensor_parallel_degree = 1
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+
+[checkpoint]
+enable = true
+folder = "checkpoint"
+interval = 500
+async_mode = "disabled"
+
+[activation_checkpoint]
+mode = "selective"  # ["none", "selective", "full"]
+selective_ac_option = "2"
+
+[compile]
+enable = false
+components = ["model", "loss"]
+"""
+DEBUG_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 2048,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> str:
+    """A folder of installed engines with this environment's torchtitan."""
+    home = tmp_path / "engines" / "torchtitan-0.2.2"
+    (home / "bin").mkdir(parents=True)
+    (home / ".ready").write_text("torchtitan==0.2.2")
+    python = home / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{environment(NAME)}" "$@"\n')
+    python.chmod(0o755)
+    return str(tmp_path / "engines")
+
+
+def test_config_counts_as_the_same_run_by_flags(engines, tmp_path) -> None:
+    own, model = tmp_path / "debug_model.toml", tmp_path / "config.json"
+    own.write_text(OWN_SETTINGS)
+    model.write_text(json.dumps(DEBUG_MODEL))
+    request = fourfold.EngineMemoryRequest(engine="torchtitan==0.2.2", engines=engines)
+    by_config = fourfold.engine_memory({"gpus": 4}, replace(request, config=str(own)))
+    run = {"model": str(model), "layout": "dp4", "seq_len": 512, "micro_batch": 8}
+    by_flags = fourfold.engine_memory(run | {"recompute": "every-2"}, request)
+    assert by_config.model == "llama3 debugmodel"
+    same = {"model": by_flags.model, "seconds": 0.0, "host_bytes": 0}
+    assert replace(by_config, **same) == replace(by_flags, **same)
+
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(OWN_SETTINGS.replace("seq_len", "seq_length"))
+    with pytest.raises(fourfold.UserError, match=r"refused by .*Invalid field names .*seq_length"):
+        fourfold.engine_memory({"gpus": 4}, replace(request, config=str(wrong)))
+
+
 # On one H200 (torch 2.11, torchtitan 0.2.2's own Trainer with its own defaults, a fake process
 # group, expandable segments): layout, other fields, rank, GiB allocated and reserved.
 MEASURED = [
@@ -167,15 +275,9 @@ MEASURED = [
         for number, case in enumerate(MEASURED)
     ],
 )
-def test_llama_8b_is_as_measured(layout, fields, rank, allocated, reserved, tmp_path) -> None:
-    home = tmp_path / "engines" / "torchtitan-0.2.2"
-    (home / "bin").mkdir(parents=True)
-    (home / ".ready").write_text("torchtitan==0.2.2")
-    python = home / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{environment(NAME)}" "$@"\n')
-    python.chmod(0o755)
+def test_llama_8b_is_as_measured(layout, fields, rank, allocated, reserved, engines) -> None:
     request = fourfold.EngineMemoryRequest(
-        engine="torchtitan==0.2.2", rank=rank, gpu="h200", engines=str(tmp_path / "engines")
+        engine="torchtitan==0.2.2", rank=rank, gpu="h200", engines=engines
     )
     run = {"model": "llama-3.1-8b", "layout": layout, "seq_len": 8192, **fields}
     answer = fourfold.engine_memory(run, request)

@@ -78,7 +78,7 @@ def flops(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: shapes.flops_page(answer))
 
 
-_ENGINE = options.of(EngineMemoryRequest, "engine", "layout", "gpu", "limit", "engines")
+_ENGINE = options.of(EngineMemoryRequest, "engine", "config", "layout", "gpu", "limit", "engines")
 _DRYRUN = """\
 examples:
   fourfold dryrun --model llama-3.1-8b --gpus 64 --tp 8 --pp 2 --seq-len 8192 --global-batch 64
@@ -86,6 +86,7 @@ examples:
       --seq-len 2048 --recompute full --sharding zero1 --precision fp16 --stages
   fourfold dryrun --engine torchtitan==0.2.2 --model llama-3.1-8b --layout "dp64 zero3" \\
       --seq-len 8192 --gpu h100-80gb              another engine's own code, against a GPU's memory
+  fourfold dryrun --engine torchtitan==0.2.2 --config llama3_8b.toml --gpus 64 --gpu h100-80gb
 """
 
 
@@ -111,7 +112,8 @@ def dryrun(args: Any, show: OnEvent) -> Output:
 
     With --engine another engine's own model, wrappers, schedule and optimizer take two steps as the
     rank, and a model of torch's allocator says what it allocates and reserves, and whether that
-    fits. It needs the release ('fourfold engines install'), no GPU and no weights.
+    fits. It needs the release ('fourfold engines install'), no GPU and no weights. --config takes
+    the settings that the engine itself is started with, untranslated.
     """
     run = options.run_table(args, note=notes(show))
     if args.engine is None:

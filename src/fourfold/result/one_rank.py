@@ -7,8 +7,10 @@ layout, since nothing travels between ranks, and never a row of the run store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from fourfold.spec.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,43 @@ class RankMemoryRequest:
     folder: str
     arguments: tuple[str, ...]
     limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetting:
+    """A setting by the engine's own name for it, and a value as the engine writes it."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """A job as an engine would run it. Where it comes from the engine's own settings, `settings`
+    are those that decided a field, by the field's path in a run ('layout.cp'), and `uncounted` are
+    settings that no field has and no dry run counts, each with the value that it must have."""
+
+    model: str
+    has_experts: bool
+    layout: Layout
+    sharding: str
+    recompute: str
+    precision: str
+    precision_name: str
+    is_compiled: bool
+    seq_len: int
+    micro_batch: int
+    global_batch: int
+    settings: dict[str, EngineSetting] = field(default_factory=dict)
+    uncounted: tuple[tuple[EngineSetting, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJobReply:
+    """The job of an engine's own settings, or why the engine does not take them, in its words."""
+
+    job: EngineJob | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,7 @@ class MemoryAdapter:
     shardings: tuple[str, ...]  # over two ranks or more
     experts: bool = False
     compiled: bool = False
+    config_option: str = ""  # that names a file of its own settings; '': they are not read
     # Options that an export sets and nobody asked for: a dry run leaves them as the engine has
     # them. Those of `sharding` stay where another sharding is asked for than the engine's own.
     left: tuple[str, ...] = ()

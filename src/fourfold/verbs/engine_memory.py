@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import fourfold
 from fourfold import files
 from fourfold.conformance.install import Release, engines_folder, find
-from fourfold.cost.memory.unseen import WORKSPACE, Unseen, unseen_parts
+from fourfold.cost.memory.unseen import WORKSPACE, Unseen, unseen_parts_of
 from fourfold.errors import MachineError, UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.local import require_torch
@@ -24,23 +24,27 @@ from fourfold.launch.permit import core_count
 from fourfold.result.one_rank import (
     AllocatorBytes,
     AllocatorFits,
+    EngineJob,
+    EngineJobReply,
     LiveTensor,
     RankMemoryCount,
     RankMemoryRequest,
 )
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup
-from fourfold.search.predict import anywhere
 from fourfold.spec import RunSpec, catalog, check, codec
 from fourfold.spec.engine import ADAPTERS, EXPORTS, FOLDER, Engine, MemoryAdapter, engine_of
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import Layout
 from fourfold.spec.run import AnyRun, nested, put_layout, run_of
+from fourfold.units import size_from
 from fourfold.verbs import Answer
 from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 
+T = TypeVar("T")
+
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from fourfold.engine.one_rank.memory_host import main; main(sys.argv[2])"
+    "from fourfold.engine.one_rank.memory_host import main; main(sys.argv[2], sys.argv[3])"
 )
 # One rank of hundreds of layers takes minutes on a busy machine.
 _LIMIT_S = 3600.0
@@ -115,43 +119,33 @@ class EngineMemory(Answer):
 def engine_memory(
     run: AnyRun, request: EngineMemoryRequest, *, on_event: OnEvent = ignore
 ) -> EngineMemory:
-    """Count the request's rank of a run by the engine that it names."""
+    """Count the request's rank of a run by the engine that it names. With the engine's own settings
+    (`config`) a run is its number of GPUs."""
     check.given(request.engine, "engine", "as NAME==VERSION")
     release = find(request.engine, engines_folder(request.engines))
     engine, adapter = _adapter_of(release)
-    spec, is_own_sharding = _spec(run, request, engine)
-    _require_counted(spec, adapter, release)
-    ranks = _ranks(spec, request.rank)
-    outside = tuple(part for part in unseen_parts(anywhere(spec)) if part.name != WORKSPACE)
-    limit_bytes = catalog.device(request.gpu).memory_bytes if request.gpu else request.limit
-    room = None if limit_bytes is None else limit_bytes - sum(part.bytes for part in outside)
-    setup = Setup(
-        model=spec.model,
-        layout=spec.layout,
-        batch=spec.batch,
-        policy=spec.policy,
-        host_gpus=min(_HOST_GPUS, spec.gpus),
-        engine=engine_of(engine.export.predicted_as),
-        model_name=spec.model.name,
-    )
-    settings = exports.write_folder(engine.name, setup)
-    require_torch()
+    path = os.path.join(FOLDER, engine.folder, f"{adapter.file}.py")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        for name, text in settings.items():
-            files.write_text(Path(folder) / name, text)
-        left = (*adapter.left, *(adapter.left_of_sharding if is_own_sharding else ()))
-        arguments = _without(settings["engine.args"].splitlines(), left)
+        if request.config is None:
+            job, arguments = _write_run(run, request, engine, adapter, release, folder)
+        else:
+            job, arguments = _copy_config(run, request, adapter, release, path, folder)
+        ranks = _ranks(job.layout, request.rank)
+        unseen = unseen_parts_of(job.layout)
+        outside = tuple(part for part in unseen if part.name != WORKSPACE)
+        limit_bytes = catalog.device(request.gpu).memory_bytes if request.gpu else request.limit
+        room = None if limit_bytes is None else limit_bytes - sum(part.bytes for part in outside)
+        require_torch()
         requests = [
             RankMemoryRequest(
                 rank=rank,
-                world=spec.gpus,
+                world=job.layout.world,
                 folder=folder,
                 arguments=arguments,
                 limit_bytes=None if room is None else max(0, room),
             )
             for rank in ranks
         ]
-        path = os.path.join(FOLDER, engine.folder, f"{adapter.file}.py")
 
         def counted(each: RankMemoryRequest) -> RankMemoryCount:
             count = _counted(release, path, each)
@@ -161,7 +155,7 @@ def engine_memory(
         with ThreadPoolExecutor(min(len(ranks), core_count())) as pool:
             counts = list(pool.map(counted, requests))
     counts.sort(key=lambda count: -count.reserved_bytes.segments)
-    answer = _answer(release, spec, counts, outside)
+    answer = _answer(release, job, counts, outside)
     if room is None:
         return answer
     reserved = answer.reserved_bytes
@@ -173,23 +167,23 @@ def engine_memory(
 
 def _answer(
     release: Release,
-    spec: RunSpec,
+    job: EngineJob,
     counts: Sequence[RankMemoryCount],
     outside: tuple[Unseen, ...],
 ) -> EngineMemory:
     """`counts`: the fullest rank first."""
-    fullest, batch, policy = counts[0], spec.batch, spec.policy
+    fullest = counts[0]
     return EngineMemory(
         engine=release.name,
-        model=spec.model.name,
-        layout=str(spec.layout),
-        gpus=spec.gpus,
-        sharding=policy.sharding,
-        recompute=policy.recompute,
-        precision=policy.precision_name,
-        seq_len=batch.seq_len,
-        micro_batch=batch.micro_batch,
-        global_batch=batch.global_batch,
+        model=job.model,
+        layout=str(job.layout),
+        gpus=job.layout.world,
+        sharding=job.sharding,
+        recompute=job.recompute,
+        precision=job.precision_name,
+        seq_len=job.seq_len,
+        micro_batch=job.micro_batch,
+        global_batch=job.global_batch,
         rank=fullest.rank,
         stage=fullest.stage,
         params=fullest.params,
@@ -266,54 +260,173 @@ def _without(arguments: Sequence[str], names: Collection[str]) -> tuple[str, ...
     return tuple(kept)
 
 
-def _require_counted(spec: RunSpec, adapter: MemoryAdapter, release: Release) -> None:
-    """Refuse what this release is not counted with yet."""
-    what = f"is not counted yet by the dry run of {release.name}"
-    sizes = spec.layout.sizes
-    for axis in (*AXES, "ep", "etp"):
-        is_counted = sizes[axis] == 1 or axis in adapter.axes
-        check.that(is_counted, f"layout.{axis}", sizes[axis], what, f"use {axis}1")
-    policy, model = spec.policy, spec.model
-    hint = f"use {' or '.join(adapter.precisions)}"
-    check.that(
-        policy.precision in adapter.precisions, "policy.precision", policy.precision, what, hint
+def _write_run(
+    run: AnyRun,
+    request: EngineMemoryRequest,
+    engine: Engine,
+    adapter: MemoryAdapter,
+    release: Release,
+    folder: str,
+) -> tuple[EngineJob, tuple[str, ...]]:
+    """Return the job of a run and its arguments, as they are exported, with their files in
+    `folder`."""
+    spec, is_own_sharding = _spec(run, request, engine)
+    policy = spec.policy
+    job = EngineJob(
+        model=spec.model.name,
+        has_experts=spec.model.moe is not None,
+        layout=spec.layout,
+        sharding=policy.sharding,
+        recompute=policy.recompute,
+        precision=policy.precision,
+        precision_name=policy.precision_name,
+        is_compiled=policy.compile,
+        seq_len=spec.batch.seq_len,
+        micro_batch=spec.batch.micro_batch,
+        global_batch=spec.batch.global_batch,
     )
+    _require_counted(job, adapter, release)
+    _ranks(job.layout, request.rank)
+    setup = Setup(
+        model=spec.model,
+        layout=spec.layout,
+        batch=spec.batch,
+        policy=policy,
+        host_gpus=min(_HOST_GPUS, spec.gpus),
+        engine=engine_of(engine.export.predicted_as),
+        model_name=spec.model.name,
+    )
+    texts = exports.write_folder(engine.name, setup)
+    for name, text in texts.items():
+        files.write_text(Path(folder) / name, text)
+    left = (*adapter.left, *(adapter.left_of_sharding if is_own_sharding else ()))
+    return job, _without(texts["engine.args"].splitlines(), left)
+
+
+def _copy_config(
+    run: AnyRun,
+    request: EngineMemoryRequest,
+    adapter: MemoryAdapter,
+    release: Release,
+    adapter_path: str,
+    folder: str,
+) -> tuple[EngineJob, tuple[str, ...]]:
+    """Return the job that the engine reads from a file of its own settings, and the arguments that
+    name the file's copy in `folder`."""
+    config = check.given(request.config, "config", "name a file of the engine's settings")
+    is_read = adapter.config_option != ""
+    rule = f"is not read yet by the dry run of {release.name}"
+    check.that(is_read, "config", config, rule, "use --model and --layout")
+    gpus = _gpus_beside_config(run, request)
+    copy = Path(folder) / "config.toml"  # its own name could be that of a module
+    files.write_bytes(copy, files.read_bytes(config, field="config"))
+    arguments = (f"--{adapter.config_option}", str(copy))
+    require_torch()
+    reply = _answered(
+        EngineJobReply,
+        release,
+        adapter_path,
+        "read_job",
+        RankMemoryRequest(rank=0, world=gpus, folder=folder, arguments=arguments),
+    )
+    if reply.job is None:
+        refusal = reply.refusal.replace(str(copy), config).removesuffix(".")
+        rule = f"is refused by {release.name}: {refusal}"
+        hint = "change the file, or --gpus where it does not go with it"
+        raise UserError(rule, field="config", value=config, hint=hint)
+    _require_counted(reply.job, adapter, release, config)
+    return reply.job, arguments
+
+
+def _gpus_beside_config(run: AnyRun, request: EngineMemoryRequest) -> int:
+    """Return the number of GPUs, all that a run may say where the engine's settings say the
+    rest."""
+    table = nested(codec.encode(run) if isinstance(run, RunSpec) else run)
+    fields = {"layout": request.layout} if request.layout is not None else {}
+    for name, value in table.items():
+        inner = value if isinstance(value, Mapping) and name != "model" else {}
+        fields |= {f"{name}.{key}": v for key, v in inner.items()} if inner else {name: value}
+    gpus = fields.pop("gpus", None)
+    for name, value in fields.items():
+        hint = "omit it and set it in that file, or omit --config"
+        raise UserError("does not go with --config", field=name, value=value, hint=hint)
+    check.that(gpus is not None, "gpus", None, "is required", "say how many ranks the job has")
+    count = codec.decode_value(Annotated[int, size_from], gpus, "gpus")
+    check.whole(1, 2**24, gpus=count)
+    return count
+
+
+def _require_counted(
+    job: EngineJob, adapter: MemoryAdapter, release: Release, config: str = ""
+) -> None:
+    """Refuse what this release is not counted with yet, by the engine's own name of a setting where
+    the job was read from its settings in the file `config`."""
+    what = f"is not counted yet by the dry run of {release.name}"
+
+    def require(holds: bool, path: str, value: object, rule: str, hint: str) -> None:
+        setting = job.settings.get(path)
+        if setting is None:
+            check.that(holds, path, value, rule, hint)
+        elif not holds:
+            raise UserError(rule, field=setting.name, value=setting.value, hint=hint).inside(config)
+
+    for axis, size in job.layout.sizes.items():
+        is_counted = size == 1 or axis in adapter.axes
+        hint = f"use {axis}1" if f"layout.{axis}" not in job.settings else "use 1"
+        require(is_counted, f"layout.{axis}", size, what, hint)
+    hint = f"use {' or '.join(adapter.precisions)}"
+    is_counted = job.precision in adapter.precisions
+    require(is_counted, "policy.precision", job.precision, what, hint)
+    shards = job.layout.shard
     hint = f"use {' or '.join(adapter.shardings)}"
-    check.that(policy.sharding in adapter.shardings, "policy.sharding", policy.sharding, what, hint)
-    shards = spec.layout.shard
-    check.that(shards > 1, "layout.dp", spec.layout.dp, what, "shard it over 2 ranks or more")
+    is_counted = job.sharding in adapter.shardings
+    require(is_counted, "policy.sharding", job.sharding, what, hint)
+    require(shards > 1, "layout.dp", job.layout.dp, what, "shard it over 2 ranks or more")
     rule = f"has experts, and {what.removeprefix('is ')}"
-    check.that(adapter.experts or model.moe is None, "model", model.name, rule, "take a dense one")
-    is_counted = adapter.compiled or not policy.compile
-    check.that(is_counted, "policy.compile", policy.compile, what, "use policy.compile=false")
-    check.that(spec.batch.micro_batch, "micro_batch", "auto", "must be a number here")
+    is_counted = adapter.experts or not job.has_experts
+    require(is_counted, "model", job.model, rule, "take a dense one")
+    is_counted = adapter.compiled or not job.is_compiled
+    hint = "use policy.compile=false" if "policy.compile" not in job.settings else "use false"
+    require(is_counted, "policy.compile", job.is_compiled, what, hint)
+    for setting, value in job.uncounted:
+        hint = f"use {value}"
+        raise UserError(what, field=setting.name, value=setting.value, hint=hint).inside(config)
+    check.that(job.micro_batch, "micro_batch", "auto", "must be a number here")
 
 
-def _ranks(spec: RunSpec, wanted: str) -> list[int]:
+def _ranks(layout: Layout, wanted: str) -> list[int]:
     """Ranks to count. Of a stage the first holds most: what does not divide evenly over dp or tp is
     padded at the last. So the worst rank is the first of one of the stages."""
-    stage_ranks = [stage * spec.layout.stride("pp") for stage in range(spec.layout.pp)]
+    stage_ranks = [stage * layout.stride("pp") for stage in range(layout.pp)]
     if wanted in _NAMED_RANKS:
         named: Mapping[str, Sequence[int]] = {
             "first": [0],
-            "last": [spec.gpus - 1],
+            "last": [layout.world - 1],
             "worst": stage_ranks,
         }
         return list(named[wanted])
-    rule = f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or {', '.join(_NAMED_RANKS)}"
-    hint = f"the last rank is {spec.gpus - 1}"
-    check.that(wanted.isdecimal() and int(wanted) < spec.gpus, "rank", wanted, rule, hint)
+    rule = f"must be a rank of {layout}, 0 to {layout.world - 1}, or {', '.join(_NAMED_RANKS)}"
+    hint = f"the last rank is {layout.world - 1}"
+    check.that(wanted.isdecimal() and int(wanted) < layout.world, "rank", wanted, rule, hint)
     return [int(wanted)]
 
 
 def _counted(release: Release, adapter_path: str, request: RankMemoryRequest) -> RankMemoryCount:
     """Count one rank in a process of the engine's environment."""
+    return _answered(RankMemoryCount, release, adapter_path, "count_rank", request)
+
+
+def _answered(
+    kind: type[T], release: Release, adapter_path: str, function: str, request: RankMemoryRequest
+) -> T:
+    """Return what a function of the adapter makes of a request, in a process of the engine's
+    environment."""
     root = str(Path(fourfold.__file__).parent.parent)
     env = {name: value for name, value in os.environ.items() if name not in _OUTER}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     try:
         ended = subprocess.run(
-            [release.python, "-P", "-c", _BOOT, root, adapter_path],
+            [release.python, "-P", "-c", _BOOT, root, adapter_path, function],
             input=codec.to_json(request).encode(),
             capture_output=True,
             env=env,
@@ -328,7 +441,7 @@ def _counted(release: Release, adapter_path: str, request: RankMemoryRequest) ->
         why = why or f"it ended with status {ended.returncode}"
         rule = f"could not build rank {request.rank}: {why}"
         raise MachineError(rule, field="--engine", value=release.name)
-    return codec.from_json(RankMemoryCount, ended.stdout.decode())
+    return codec.from_json(kind, ended.stdout.decode())
 
 
 def _last_words(text: str) -> str:

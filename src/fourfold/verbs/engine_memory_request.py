@@ -15,9 +15,15 @@ _OWN_CODE = "another engine's own code"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemoryRequest(Request):
-    """Which engine, which rank of its job, and what must hold it. `layout` is put into the run."""
+    """Which engine, which rank of its job, and what must hold it. `layout` is put into the run;
+    with `config`, the engine's own settings, a run has its number of GPUs and nothing else."""
 
     engine: str = flag("count a release of another engine", "NAME==V", group=_OWN_CODE, default="")
+    config: str | None = flag(
+        "the engine's own settings: a file, taken as it is (needs --gpus)",
+        "FILE",
+        group=_OWN_CODE,
+    )
     rank: str = flag(
         "rank to count, or first, last, worst (the fullest stage; default)",
         "R",

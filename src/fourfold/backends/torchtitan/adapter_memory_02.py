@@ -4,11 +4,13 @@ arguments, takes two steps. What is replaced here asks for a GPU, for other rank
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +23,172 @@ from torch import Tensor, nn
 from fourfold.backends.torchtitan.shims import titan_on_cpu
 from fourfold.engine import compat
 from fourfold.engine.one_rank.counted import CountedRank
-from fourfold.result.one_rank import RankMemoryCount, RankMemoryRequest
+from fourfold.result.one_rank import (
+    EngineJob,
+    EngineJobReply,
+    EngineSetting,
+    RankMemoryCount,
+    RankMemoryRequest,
+)
+from fourfold.spec.layout import Layout
 
 _STEPS = 2  # the optimizer's state exists from the second one on
 _SPEC = "fourfold_memory"
 # Buffers that `init_weights` of its models makes, by the methods that make them.
 _BUFFERS = {"freqs_cis": "_precompute_freqs_cis", "rope_cache": "_precompute_rope_cache"}
+# Settings that change what a rank holds in ways that are not counted, with the values that are.
+_COUNTED: dict[str, tuple[object, ...]] = {
+    "model.name": ("llama3", "qwen3"),
+    "experimental.custom_import": ("",),
+    "training.enable_cpu_offload": (False,),
+    "optimizer.early_step_in_backward": (False,),
+    "parallelism.disable_loss_parallel": (False,),
+    "parallelism.enable_async_tensor_parallel": (False,),
+    "parallelism.pipeline_parallel_schedule": (
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "InterleavedZeroBubble",
+    ),
+    "parallelism.pipeline_parallel_schedule_csv": ("",),
+    "parallelism.module_fqns_per_model_part": (None,),
+    "checkpoint.create_seed_checkpoint": (False,),
+    "memory_estimation.enable": (False,),
+    "fault_tolerance.enable": (False,),
+    "validation.enable": (False,),
+    "debug.deterministic": (False,),
+}
+# What its parser, its meshes and its models raise for settings that they do not take.
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# By the dtypes of weights with their moments, and of what is computed with.
+_PRECISIONS = {
+    ("float32", "bfloat16"): "bf16-mixed",
+    ("bfloat16", "bfloat16"): "bf16-pure",
+    ("float32", "float32"): "fp32",
+}
+_AXES = {
+    "pp": "pipeline_parallel_degree",
+    "replicate": "data_parallel_replicate_degree",
+    "shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
+
+
+def read_job(request: RankMemoryRequest) -> EngineJobReply:
+    """Return the job that torchtitan's own parser makes of the request's arguments, in a world of
+    its ranks, or the error that the parser ends with."""
+    titan_on_cpu()
+    from torchtitan.config import ConfigManager
+
+    try:
+        config = ConfigManager().parse_args(list(request.arguments))
+        _require_types(config)
+        return EngineJobReply(job=_job(config, request.world))
+    except _REFUSALS as error:
+        return EngineJobReply(refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _require_types(config: Any) -> None:
+    """Raise TypeError where a value is not of its setting's type: the parser lets it pass, and code
+    that runs later does not."""
+    default_config = type(config)()
+    for section in fields(config):
+        values = getattr(config, section.name)
+        defaults = getattr(default_config, section.name)
+        if not is_dataclass(values):
+            raise TypeError(f"{section.name} must be a table")
+        for setting in fields(defaults):
+            value, default = getattr(values, setting.name), getattr(defaults, setting.name)
+            if isinstance(default, bool | int | str) and type(value) is not type(default):
+                name = f"{section.name}.{setting.name}"
+                raise TypeError(f"{name} = {value!r} must be of type {type(default).__name__}")
+
+
+def _job(config: Any, world: int) -> EngineJob:
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    def setting(name: str) -> EngineSetting:
+        return EngineSetting(name=name, value=_written(attrgetter(name)(config)))
+
+    parallelism, training = config.parallelism, config.training
+    degrees = {axis: getattr(parallelism, name) for axis, name in _AXES.items()}
+    named = {
+        f"dp_{axis}" if axis in ("replicate", "shard") else axis: n for axis, n in degrees.items()
+    }
+    dims = ParallelDims(**named, world_size=world)
+    layout = Layout(**{**degrees, "shard": dims.dp_shard})
+    settings = {f"layout.{axis}": setting(f"parallelism.{name}") for axis, name in _AXES.items()}
+    settings["layout.dp"] = settings["layout.shard"]
+    settings["policy.sharding"] = setting("parallelism.fsdp_reshard_after_forward")
+    settings["policy.compile"] = setting("compile.enable")
+    settings["model"] = setting("model.flavor")
+    flavors = get_train_spec(config.model.name).model_args
+    if config.model.flavor not in flavors:
+        names = ", ".join(flavors)
+        raise ValueError(f"model.flavor {config.model.flavor} is not one of {names}")
+    arguments = flavors[config.model.flavor]
+    arguments.update_from_config(config)
+    uncounted = [
+        (setting(name), " or ".join(map(_written, counted)))
+        for name, counted in _COUNTED.items()
+        if attrgetter(name)(config) not in counted
+    ]
+    if config.activation_checkpoint.mode == "memory_budget":  # torch.compile's
+        uncounted.append((setting("activation_checkpoint.mode"), "another mode"))
+    attention = getattr(arguments, "attn_type", "sdpa")
+    if attention != "sdpa":
+        uncounted.append((settings["model"], "a flavor whose attention is sdpa"))
+    precision = _PRECISIONS.get((training.dtype, training.mixed_precision_param), "unknown")
+    settings["policy.precision"] = setting("training.mixed_precision_param")
+    if config.model.converters:
+        precision, settings["policy.precision"] = "fp8", setting("model.converters")
+    in_pipeline = layout.pp > 1
+    reshards = parallelism.fsdp_reshard_after_forward
+    is_zero3 = reshards == "always" or (reshards == "default" and not in_pipeline)
+    rows, batch = training.local_batch_size, training.global_batch_size
+    return EngineJob(
+        model=f"{config.model.name} {config.model.flavor}",
+        has_experts=hasattr(arguments, "moe_args") and getattr(arguments, "moe_enabled", True),
+        layout=layout,
+        sharding="zero3" if is_zero3 else "zero2",
+        recompute=_recompute(config.activation_checkpoint),
+        precision=precision,
+        precision_name=precision,
+        is_compiled=config.compile.enable,
+        seq_len=training.seq_len,
+        micro_batch=parallelism.pipeline_parallel_microbatch_size if in_pipeline else rows,
+        global_batch=batch if batch > 0 else rows * layout.dp,
+        settings=settings,
+        uncounted=tuple(uncounted),
+    )
+
+
+def _written(value: object) -> str:
+    """Return a setting's value as TOML has it, without quotes around a word."""
+    if value is None:
+        return "nothing (omit it)"
+    return json.dumps(value) if isinstance(value, bool | list) or value == "" else str(value)
+
+
+def _recompute(checkpoints: Any) -> str:
+    """As a run's policy names it: by operators (selective), or each N-th layer whole."""
+    option = checkpoints.selective_ac_option
+    if checkpoints.mode == "selective" and option != "op":
+        return f"every-{option}"
+    return checkpoints.mode
 
 
 def count_rank(request: RankMemoryRequest, *, is_fake: bool = True) -> RankMemoryCount:
@@ -96,12 +258,15 @@ def _counted(config: Any, rank: CountedRank, limit_bytes: int | None) -> RankMem
 
 
 def _without_files(config: Any, rank: CountedRank) -> None:
-    """The run's model with tokens of its own: no tokenizer, dataset, checkpoint or validation."""
+    """The run's model with tokens of its own: no tokenizer, dataset, checkpoint or validation, and
+    no logs."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
+    config.checkpoint.enable = False
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     shape = (config.training.local_batch_size, config.training.seq_len)
 
     class HostTokens(BaseDataLoader):

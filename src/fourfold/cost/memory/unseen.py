@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.spec.layout import Layout
 
 # On an H200 with torch 2.11 and NCCL 2.28, device memory in use beyond what torch's allocator had
 # reserved: 0.649 GB for the context, 0.735 GB once matrix products and attention had run; the first
@@ -44,12 +45,23 @@ def unseen_bytes(c: Columns) -> Floats:
 
 def unseen_parts(c: Columns) -> tuple[Unseen, ...]:
     """Of the one run in `c`, each with its source."""
-    count, wires = (int(number[0]) for number in communicators(c))
+    return _parts(int(communicators(c)[0][0]))
+
+
+def unseen_parts_of(layout: Layout) -> tuple[Unseen, ...]:
+    """The same by a layout alone, of a model whose embedding and head are not tied over stages."""
+    tp, cp, pp, shard = layout.tp, layout.cp, layout.pp, layout.shard
+    groups = (tp, cp, pp, layout.dp * cp, shard * cp, layout.replicate, layout.world)
+    return _parts(sum(size > 1 for size in groups))
+
+
+def _parts(count: int) -> tuple[Unseen, ...]:
     known = [
         ("CUDA context and kernels", CONTEXT_BYTES, "measured on an H200, torch 2.11"),
         (WORKSPACE, WORKSPACE_BYTES, "torch's notes on CUDA"),
     ]
     if count:
         source = "measured on an H200, NCCL 2.28: 0.585 GB for the first, 0.409 GB for each other"
+        wires = FIRST_COMMUNICATOR_BYTES + (count - 1) * COMMUNICATOR_BYTES
         known.append((f"{count} NCCL communicators", wires, source))
     return tuple(Unseen(*part) for part in known)
