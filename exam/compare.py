@@ -37,8 +37,8 @@ from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError, inside
 from fourfold.escape import csv_text, toml_text
 from fourfold.page.document import grid_html, still_document
-from fourfold.show.table import Grid, Part, named, or_dash, render, table
 from fourfold.spec import check, codec, texts
+from fourfold.text_table import Grid, Part, named, or_dash, render, table
 from fourfold.units import plain_float
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -17,12 +17,12 @@ from typing import Any
 
 from fourfold.result.profile import HardwareProfile
 from fourfold.search.predict import predict
-from fourfold.show.table import render
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.text_table import render
 from fourfold.verbs.bench import bench
 from fourfold.verbs.calibrate import calibrate
 from fourfold.verbs.run_requests import BenchRequest, CalibrateRequest

@@ -26,8 +26,8 @@ from fourfold.result.one_rank import OneRankResult, micro_s
 from fourfold.search.legal import require_legal
 from fourfold.show.one_rank import name_of
 from fourfold.show.pictures import COLOURS, content, empty_figure
-from fourfold.show.table import render
 from fourfold.spec import texts
+from fourfold.text_table import render
 from fourfold.verbs.bench import described
 from fourfold.verbs.one_rank import StagePlanner, measure_ranks
 from fourfold.verbs.run_requests import OneRankRequest

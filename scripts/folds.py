@@ -23,7 +23,7 @@ from fourfold.cost.fit.fit import HOLD
 from fourfold.cost.fit.folds import KINDS
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
-from fourfold.show.table import render
+from fourfold.text_table import render
 from fourfold.verbs.fit import Scores
 
 

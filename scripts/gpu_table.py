@@ -22,9 +22,9 @@ from typing import NamedTuple
 from fourfold.cost.table.reports import read_reports
 from fourfold.result.report import Prediction
 from fourfold.search.predict import predict
-from fourfold.show.table import render
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
+from fourfold.text_table import render
 
 HERE = Path(__file__).parents[1] / "results" / "h200"
 HEADINGS = ("row", "tokens_s", "tokens_s_low", "tokens_s_high", "peak_gib")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import escape
-from fourfold.show.table import render
 from fourfold.tables import forms
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import parse, write
+from fourfold.text_table import render
 from tests.fuzz import call
 
 HOSTILE = (

@@ -23,7 +23,7 @@ ALLOWED = {
     "search": COST | {"search"},
     "show": COST | {"search", "conformance", "traces", "verbs", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
-    "tables": COST | {"tables", "show"},  # one renderer of tables
+    "tables": COST | {"tables"},
     "logs": COST | {"logs"},
     "conformance": SPEC | {"conformance"},
     # Nobody imports an engine: each is found by its folder (spec/engine.py).
@@ -43,7 +43,7 @@ TOP = {
     "__main__": {"cli"},
     "cli": {"commands", "options", "output", "spec"},
     "options": {"spec"},
-    "output": {"show"},
+    "output": set(),
 }
 # The engine may also ask these questions (a difference is named as other engines' are); nothing
 # else of cost and search.
@@ -61,9 +61,19 @@ ENGINE_MODULES = {
 OWN_ADAPTER = ("backends/fourfold/adapter.py", {"engine", "search", "spec"})
 # What has another engine's rank counted by the ledger that our own dry run has.
 MEMORY_ADAPTER = ("backends/*/adapter_memory*.py", {"engine"})
-SHARED = {"door", "errors", "flag", "units", "files", "escape", "events", "__init__"}
-# The exported names themselves: `fourfold.plan`.
-FACE = {"__version__"}
+SHARED = {
+    "door",
+    "errors",
+    "flag",
+    "units",
+    "files",
+    "escape",
+    "events",
+    "installed",
+    "text_table",
+}
+# Folders that call verbs by their exported names (`fourfold.plan`); the folders below them may not.
+FACE_USERS = {"commands", "page", "agents"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
 LATE = {"anyio", "mcp", "numpy", "rich", "plotly", "matplotlib", "starlette", "torch", "uvicorn"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
@@ -107,7 +117,9 @@ def _is_adapter(path: Path, name: str) -> bool:
 
 def _may_import(folder: str, stem: str, name: str) -> bool:
     parts = name.split(".")
-    if parts[0] != "fourfold" or len(parts) == 1 or parts[1] in SHARED | FACE:
+    if parts == ["fourfold"]:
+        return folder in FACE_USERS
+    if parts[0] != "fourfold" or parts[1] in SHARED:
         return True
     if not folder:
         return parts[1] in TOP.get(stem, ())

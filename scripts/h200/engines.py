@@ -23,9 +23,9 @@ from statistics import median
 from typing import NamedTuple
 
 from fourfold.cost.count.params import model_params
-from fourfold.show.table import render
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
+from fourfold.text_table import render
 
 HERE = Path(__file__).parents[2] / "results" / "h200"
 GRID, DRAWN = HERE / "engines" / "grid.csv", HERE / "engines" / "drawn.csv"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fourfold.installed import __version__
+
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from fourfold.errors import UserError
@@ -66,7 +68,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.verify import submit_verify, verify
     from fourfold.verbs.weights import export_weights
 
-__version__ = "0.1.0"
 
 # Module -> its names; no submodule of this package has a verb's name.
 _MODULES = {

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from fourfold import __version__
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import FORMATS, Screen, one_line
+from fourfold.installed import __version__
 
 if TYPE_CHECKING:
     from fourfold.flag import Option

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.escape import csv_text, flattened, json_text, one_line, write_control
 from fourfold.events import Event
-from fourfold.show.table import Grid, Part, named, render, table
+from fourfold.text_table import Grid, Part, named, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0

@@ -17,8 +17,8 @@ import fourfold
 from fourfold.errors import UserError
 from fourfold.result.trace import TracedRun
 from fourfold.show.diagnose import page
-from fourfold.show.table import Grid, render
 from fourfold.spec import catalog, codec
+from fourfold.text_table import Grid, render
 from fourfold.traces import parts
 from fourfold.traces.settings import Setting, preset_of
 from tests.fuzz import ODD, damaged, revalue

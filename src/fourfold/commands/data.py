@@ -11,7 +11,7 @@ from fourfold.escape import FORMATS
 from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
-from fourfold.show.table import Part, quantities
+from fourfold.text_table import Part, quantities
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.requests import TokensRequest, WeightsRequest
 

@@ -17,8 +17,8 @@ from fourfold.output import Output
 from fourfold.show.calendar import assumptions_page, calendar_page, calendar_picture
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.shapes import advice_page
-from fourfold.show.table import Part, named, table
 from fourfold.spec import check, codec, texts
+from fourfold.text_table import Part, named, table
 from fourfold.units import counted
 from fourfold.verbs.advise import AdviseRequest
 from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase

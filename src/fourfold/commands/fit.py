@@ -13,8 +13,8 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.pictures import accuracy_picture
-from fourfold.show.table import Grid, named, or_dash, table
 from fourfold.spec import check
+from fourfold.text_table import Grid, named, or_dash, table
 from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 

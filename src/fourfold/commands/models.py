@@ -13,10 +13,10 @@ from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import shapes
 from fourfold.show.engine_memory import memory_page
-from fourfold.show.table import Part, named, table
 from fourfold.spec import check
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import put_layout
+from fourfold.text_table import Part, named, table
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 from fourfold.verbs.shapes import FlopsRequest

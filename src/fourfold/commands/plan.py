@@ -19,7 +19,7 @@ from fourfold.show.machines import stacks_page
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.plan import GIB, approximated, evidence, interval_s, layouts_table, page, source
 from fourfold.show.schedule_picture import SUFFIXES, picture
-from fourfold.show.table import Grid, Part, or_dash
+from fourfold.text_table import Grid, Part, or_dash
 from fourfold.units import counted, short_s, show_count, whole_units
 from fourfold.verbs.calendar_request import CalendarRequest
 from fourfold.verbs.requests import PlanRequest, decided

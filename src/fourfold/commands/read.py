@@ -15,7 +15,7 @@ from fourfold.output import Output
 from fourfold.page.diagnose import diagnosis_page
 from fourfold.page.document import check_page, write_page
 from fourfold.show.diagnose import page
-from fourfold.show.table import Grid, Part
+from fourfold.text_table import Grid, Part
 from fourfold.units import counted
 from fourfold.verbs.collect import CollectRequest
 from fourfold.verbs.requests import DiagnoseRequest

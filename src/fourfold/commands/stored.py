@@ -16,9 +16,9 @@ from fourfold.result.files.run_file import INDEX, RUN_FILE
 from fourfold.result.files.store import require_store
 from fourfold.show.bench import page
 from fourfold.show.runs import diff_page, runs_page
-from fourfold.show.table import Grid, Part
 from fourfold.spec import check
 from fourfold.tables.forms import write
+from fourfold.text_table import Grid, Part
 from fourfold.units import counted
 from fourfold.verbs.requests import PlanRequest, ReportRequest, RunFilter, RunsRequest
 

@@ -14,8 +14,8 @@ from fourfold.cost.trace.walk import StepRow
 from fourfold.events import OnEvent
 from fourfold.output import Output
 from fourfold.show.pictures import trace_picture
-from fourfold.show.table import Grid, Part, table
 from fourfold.spec.cluster import Cluster
+from fourfold.text_table import Grid, Part, table
 from fourfold.units import counted
 from fourfold.verbs.run_requests import TraceRequest
 

@@ -12,12 +12,11 @@ import subprocess
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import fourfold
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.install import Release
+from fourfold.installed import SOURCE_FOLDER
 
 Told = dict[str, Any]
 _BOOT = (
@@ -93,7 +92,7 @@ class Lab:
         return self._answer(3 * self.limit_s)
 
     def _start(self) -> Told:
-        root = str(Path(fourfold.__file__).parent.parent)
+        root = SOURCE_FOLDER
         command = [self.release.python, "-P", "-c", _BOOT, root, str(self.release.adapter_path)]
         env = {name: value for name, value in os.environ.items() if name not in _OUTER}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}

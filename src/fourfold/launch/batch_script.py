@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import fourfold
 from fourfold.errors import UserError
+from fourfold.installed import SOURCE_FOLDER
 from fourfold.result.job import ENGINE_FILE, JOB_FILE, PORT_VARIABLE, Job
 from fourfold.spec import check
 from fourfold.spec.site import Site
@@ -200,7 +200,7 @@ def _variables(batch: BatchJob, site: Site) -> list[tuple[str, str]]:
         fixed |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
     if batch.job.job == "engine":  # its own variables are in its own script
         return sorted(fixed.items())
-    source = str(Path(fourfold.__file__).parent.parent)
+    source = SOURCE_FOLDER
     paths = os.pathsep.join(filter(None, [source, own.get("PYTHONPATH", "")]))
     # torch keeps its last collectives, to be dumped when a limit passes.
     fixed |= {"TORCH_FR_BUFFER_SIZE": "2000"}

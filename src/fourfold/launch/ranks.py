@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fourfold
+from fourfold.installed import SOURCE_FOLDER
 from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
 from fourfold.launch.permit import core_count
@@ -147,7 +147,7 @@ def worker_env(job: Job, task: int) -> dict[str, str]:
     """The caller's variables, what one host needs, and the run's own on top."""
     env = {name: value for name, value in os.environ.items() if name not in (*_OUTER, *_MEETING)}
     own = job.task_env(task)
-    source = str(Path(fourfold.__file__).parent.parent)
+    source = SOURCE_FOLDER
     paths = [source, *filter(None, [own.get("PYTHONPATH", env.get("PYTHONPATH", ""))])]
     defaults = {
         # As torchrun: without a bound every rank would start a thread per core.

@@ -20,7 +20,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import json_text, visible
 from fourfold.events import Event, OnEvent
-from fourfold.show.table import Grid
+from fourfold.text_table import Grid
 
 CORE_SCRIPTS = ("core.js", "chart.js", "grid.js")
 # plotly adds a style for maps under an id of 64 digits unless the page has one; it draws no maps.

@@ -16,9 +16,9 @@ from fourfold.page.run_details import MOST_EVENTS, plan_command, timeline_data
 from fourfold.search.plan_answer import TRAINING, plain
 from fourfold.show import plan as shown
 from fourfold.show.plan_notes import capacities
-from fourfold.show.table import Grid, Part
 from fourfold.spec import Cluster, ModelShape
 from fourfold.spec.words import SHARDINGS
+from fourfold.text_table import Grid, Part
 from fourfold.units import counted, three_digits
 from fourfold.verbs.export import Exported, NotExported, export_all
 from fourfold.verbs.front import FrontPoint, front

@@ -7,8 +7,8 @@ from typing import Any
 
 from fourfold.result.report import Failure
 from fourfold.result.timing import LEAST_SAMPLES
-from fourfold.show.table import Grid, Part, named, or_dash, quantities, table
 from fourfold.spec.words import OURS
+from fourfold.text_table import Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
 
 

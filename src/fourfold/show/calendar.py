@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.pictures import content, empty_figure
-from fourfold.show.table import Grid, Part, named, table
+from fourfold.text_table import Grid, Part, named, table
 from fourfold.units import counted, short_s, show_bytes, show_count
 
 if TYPE_CHECKING:

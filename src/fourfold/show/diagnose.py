@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec.layout import AXES
+from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.traces.cause import Cause
 from fourfold.traces.what_if import WhatIf
 from fourfold.units import counted

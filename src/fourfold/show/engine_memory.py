@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fourfold.show.table import Part, named, table
+from fourfold.text_table import Part, named, table
 from fourfold.units import counted, show_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.result.profile import HardwareProfile, hosts_of, link_of
-from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import catalog
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
+from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:

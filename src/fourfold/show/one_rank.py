@@ -14,8 +14,8 @@ from fourfold.result.one_rank import (
     micro_s,
 )
 from fourfold.show.bench import oom_page
-from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec.run import RunSpec
+from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.units import counted, show_bytes
 
 if TYPE_CHECKING:

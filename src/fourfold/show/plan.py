@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.show.plan_notes import capacities, compared, routing, searched
-from fourfold.show.table import Column, Grid, Part, named, table
+from fourfold.text_table import Column, Grid, Part, named, table
 from fourfold.units import counted, short_s
 
 if TYPE_CHECKING:

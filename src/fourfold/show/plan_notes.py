@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import isclose
 from typing import TYPE_CHECKING, Any
 
-from fourfold.show.table import Grid, named, table
+from fourfold.text_table import Grid, named, table
 from fourfold.units import short_s, three_digits
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from fourfold.escape import flattened
 from fourfold.result.record import RUN_FIELDS, Record, differing, grouped, short_name
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
-from fourfold.show.table import Column, Grid, Part, named, or_dash, quantities, table
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.sweep import varied_text
+from fourfold.text_table import Column, Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:

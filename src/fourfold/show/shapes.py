@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from fourfold.show.table import Grid, Part, named, or_dash, table
 from fourfold.spec import ModelShape, codec
 from fourfold.spec.experts import Moe
 from fourfold.spec.model import OF_SCALING
+from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.units import show_count
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fourfold import door, escape, files
 from fourfold.errors import UserError, inside
-from fourfold.show.table import aligned
 from fourfold.spec import check
 from fourfold.tables.document import Document, Table, TableRow, Text
+from fourfold.text_table import aligned
 
 _MARK = re.compile(r":?-+:?\Z")
 _BODY_RULE = re.compile(r":?-{2,}:?|:-+:?|-+:\Z")

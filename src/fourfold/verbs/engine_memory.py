@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import fourfold
 from fourfold import files
 from fourfold.conformance.install import Release, engines_folder, find
 from fourfold.cost.memory.unseen import WORKSPACE, Unseen, unseen_parts_of
 from fourfold.errors import MachineError, UserError
 from fourfold.events import Event, OnEvent, ignore
+from fourfold.installed import SOURCE_FOLDER
 from fourfold.launch.local import require_torch
 from fourfold.launch.permit import core_count
 from fourfold.result.one_rank import (
@@ -421,7 +421,7 @@ def _answered(
 ) -> T:
     """Return what a function of the adapter makes of a request, in a process of the engine's
     environment."""
-    root = str(Path(fourfold.__file__).parent.parent)
+    root = SOURCE_FOLDER
     env = {name: value for name, value in os.environ.items() if name not in _OUTER}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     try:

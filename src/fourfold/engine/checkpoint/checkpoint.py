@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fourfold
 from fourfold import files
 from fourfold.engine.checkpoint import tensor_file
 from fourfold.engine.checkpoint.tensor_file import StateShard, Written
@@ -21,6 +20,7 @@ from fourfold.engine.data.source import data_facts
 from fourfold.engine.parallel.host_group import cpu_group
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
+from fourfold.installed import __version__
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint, CheckpointState
 from fourfold.result.checkpoint.index import INDEX_FILE, Index, dumps
@@ -48,7 +48,7 @@ def state_of(trainer: Trainer, step: int, settings: TrainSettings | None = None)
         settings=settings,
         data=data_facts(trainer.spec).get("data.sha256", ""),
         scalars=tuple(sorted((name, repr(value)) for name, value in trainer.scalars().items())),
-        versions=(("fourfold", fourfold.__version__), ("torch", str(torch.__version__))),
+        versions=(("fourfold", __version__), ("torch", str(torch.__version__))),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

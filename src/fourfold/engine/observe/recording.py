@@ -12,12 +12,12 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-import fourfold
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.files import refused
+from fourfold.installed import __version__
 from fourfold.result.trace import STEP_MARK, TRACE_KEY, TracedRun, trace_window
 from fourfold.spec import codec
 
@@ -62,7 +62,7 @@ class StepRecording:
         with _permitted():
             profiler.start_trace()
         run = TracedRun(
-            version=fourfold.__version__,
+            version=__version__,
             rank=self.trainer.world.rank,
             stand_in=self.stand_in,
             spec=self.trainer.spec,
