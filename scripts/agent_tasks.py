@@ -30,7 +30,7 @@ from mcp import Client, StdioServerParameters, stdio_client
 
 from exam.baselines import rule_of_thumb as predict_by_rules
 from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import parse
+from fourfold.search.rows.read import parse
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 SOURCES = ("par4d", "bloom")

@@ -23,9 +23,10 @@ from fourfold.cost.fit.folds import keys_of, sample
 from fourfold.cost.fit.validate import only
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.search.plan_answer import PlanRow
+from fourfold.search.rows.read import parse
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.engine import engine_of

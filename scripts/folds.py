@@ -22,7 +22,8 @@ from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.fit import HOLD
 from fourfold.cost.fit.folds import KINDS
 from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
+from fourfold.search.rows.read import parse
 from fourfold.text_table import render
 from fourfold.verbs.fit import Scores
 

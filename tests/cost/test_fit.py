@@ -28,8 +28,9 @@ from fourfold.cost.fit.validate import suggest
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
+from fourfold.search.rows.read import parse
 from fourfold.spec.engine import MeasuredAs
 
 GOLDEN = Path(__file__).parent.parent / "golden"

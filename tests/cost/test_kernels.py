@@ -22,8 +22,8 @@ from fourfold.cost.step.kernels import (
 )
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.reports import report_rows
-from fourfold.cost.table.rows import parse
 from fourfold.result.profile import AttentionPoint
+from fourfold.search.rows.read import parse
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.policy import Policy

@@ -30,9 +30,9 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import read_reports
-from fourfold.cost.table.rows import parse
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import resolve
+from fourfold.search.rows.read import parse
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout

@@ -24,10 +24,11 @@ from fourfold.cost.step.pipeline import fill_share, in_flight
 from fourfold.cost.step.traffic import copies, host_layer_s
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import match_engine
 from fourfold.search.routed import beyond
+from fourfold.search.rows.read import parse
 from fourfold.show.plan import page
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs, engine_of

@@ -10,8 +10,9 @@ import pytest
 from fourfold.cost.columns import NAMES
 from fourfold.cost.run import columns_of
 from fourfold.cost.table.reference import SCHEMA, RowTable
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.logs.models import model_columns
+from fourfold.search.rows.read import parse
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout

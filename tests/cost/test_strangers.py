@@ -27,8 +27,9 @@ from fourfold.cost.step.estimate import (
 from fourfold.cost.step.rates import SENT_ALONE
 from fourfold.cost.step.traffic import crosses, exchange_s, far_hops, group_rate, half_collective_s
 from fourfold.cost.table.reference import NoteWords, RowTable, read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.search.query import usual_cluster
+from fourfold.search.rows.read import parse
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import parse
 from fourfold.errors import UserError
 from fourfold.logs.mapping import plain_heading, propose, read_mapping
 from fourfold.logs.row import COLUMNS, Row
+from fourfold.search.rows.read import parse
 from fourfold.verbs.collect import Collected
 from tests.logs.reading import collected
 

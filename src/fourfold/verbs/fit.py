@@ -18,10 +18,11 @@ from fourfold.cost.fit.validate import calibrate, suggest
 from fourfold.cost.table.cells import impossible
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, notes, warnings
-from fourfold.search.rows import resolve_rows
+from fourfold.search.rows.engines import resolve_rows
+from fourfold.search.rows.read import parse
 from fourfold.spec import check
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES

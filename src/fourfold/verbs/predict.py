@@ -17,7 +17,6 @@ from fourfold.cost.memory.unseen import Unseen, unseen_parts
 from fourfold.cost.table.predict import FIELDS, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
 from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import parse
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
 from fourfold.events import Event, OnEvent, ignore, progress
@@ -29,7 +28,8 @@ from fourfold.result.report import Prediction
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import anywhere
 from fourfold.search.predict import predict as predict_specs
-from fourfold.search.rows import resolve_rows
+from fourfold.search.rows.engines import resolve_rows
+from fourfold.search.rows.read import parse
 from fourfold.spec import Cluster, RunSpec, codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import AnyRun, run_of

@@ -16,7 +16,6 @@ from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows
-from fourfold.cost.table.rows import parse as parse_rows
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -32,6 +31,7 @@ from fourfold.search.resolve import (
     match_engine,
     resolve,
 )
+from fourfold.search.rows.read import parse as parse_rows
 from fourfold.spec import Batch, Cluster, ModelShape, Policy, catalog, check, codec, words
 from fourfold.spec.engine import EXPORTS, Engine, engine_of, release_of
 from fourfold.spec.expression import parse
