@@ -153,7 +153,7 @@ def parsed(folder: Path, *rows: dict[str, str]) -> Rows:
 def test_a_row_says_where_its_experts_lie(tmp_path: Path) -> None:
     rows = parsed(tmp_path, ROW, ROW | {"ep": "48"})
     assert rows.usable.tolist() == [True, False]
-    assert "ep x etp does not divide" in rows.reasons[1]
+    assert "ep 48 must divide experts=256" in rows.reasons[1]
     assert (str(rows.measured_as[0]), rows.cluster[0]) == ("megatron-bridge with experts", "nvidia")
     c = rows.columns
     assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)

@@ -171,6 +171,22 @@ def test_rows_of_one_run_are_read_apart_by_layout_and_batch() -> None:
                 assert values[i] == values[-1 - i] == getattr(alone.columns, name)[0], name
 
 
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ({"n_gpus": 32}, "n_gpus 32 is not pp 2 x dp 8 x cp 1 x tp 4 = 64"),
+        ({"tp": 3, "dp": 8, "n_gpus": 48}, "tp 3 must divide heads=32"),
+        ({"cp": 3, "dp": 1, "n_gpus": 24}, "seq_len 4096 must be a multiple of 6"),
+        ({"pp": 64, "dp": 1, "n_gpus": 256}, "pp 64 exceeds layers=32"),
+        ({"gbs": 4}, "dp 8 exceeds global_batch 4"),
+    ],
+)
+def test_row_is_refused_by_the_rules_that_plans_ask(cells, why) -> None:
+    rows = parse(table(published("llama-3.1-8b"), published("llama-3.1-8b", **cells)))
+    assert rows.usable.tolist() == [True, False]
+    assert rows.reasons[1].startswith(f"not expressible: {why}"), rows.reasons[1]
+
+
 def test_a_stated_group_shards_the_state() -> None:
     cells = {"sharding": "zero3", "note": "zero3 over 4 ranks"}
     c = parse(table(published("llama-3.1-8b", **cells))).columns

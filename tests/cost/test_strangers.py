@@ -122,7 +122,7 @@ def test_an_open_layout_takes_the_fastest_that_fits() -> None:
     assert len(sample([small]).step_s) == 0  # nothing is learned from a guess
     # One word of it is enough to take the rest as 1.
     stated = changed("par4d", **big, **(open_cells | {"sharding": "zero3"}))
-    assert "dp exceeds the global batch" in stated.reasons[0]
+    assert "dp 4096 exceeds global_batch 512" in stated.reasons[0]
 
 
 def test_groups_of_a_rack_do_not_straddle() -> None:

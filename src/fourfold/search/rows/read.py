@@ -8,7 +8,7 @@ Blank policy fields take the stack's usual value, and `reasons` says that too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -35,6 +35,7 @@ from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, RowTable, note_wor
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
+from fourfold.search.legal import RULES, Target, case_of
 from fourfold.search.rows.run import Described, described
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.engine import MeasuredAs, engine_of, is_known
@@ -53,6 +54,24 @@ _OWN = {"row_id", "source", "model", "note", "flop_rule", "status", *MEASURED}
 _OWN |= {_COLUMN[name] for name in (*_STATED, *MODEL_AXES, *EXPERT_AXES)}
 _OWN |= {_COLUMN[name] for name in ("dp", "virtual_stages", "micro_batch")}
 _SHARED = tuple(name for name in SCHEMA if name not in _OWN)
+# Rules that no engine gets around, and the columns of the cost model that they read.
+_UNAVOIDABLE = {
+    "world",
+    "heads",
+    "kv-heads",
+    "ffn",
+    "seq-cp",
+    "stages",
+    "experts",
+    "expert-ranks",
+    "expert-width",
+    "dp-batch",
+}
+_ASKED = {axis: axis for axis in (*MODEL_AXES, *EXPERT_AXES)}
+_ASKED |= {"gpus": "gpus", "shard": "dp", "seq_len": "seq"}
+_ANY_ENGINE = Target(engine=engine_of("generic"), runs=False)
+# Rows of the same run in other layouts, and that run.
+Group = tuple[NDArray[np.intp], Described]
 
 
 def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Rows:
@@ -62,11 +81,13 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
     incomplete = [i for i, cell in enumerate(table.column("status")) if cell == INCOMPLETE]
     draft.refuse(incomplete, "the run is incomplete; 'fourfold collect' names its missing fields")
     no_layout = open_layouts(table)
-    facts, sequences = _facts(draft, clusters or {}, no_layout)
+    facts, sequences, runs = _facts(draft, clusters or {}, no_layout)
     _measured_network(table, facts)
-    _check_experts(draft, facts)
     fill_layouts(draft, facts, sequences, no_layout)
-    _check_layout(draft, facts)
+    _refuse_impossible(draft, runs, facts)
+    facts["micro"] = np.minimum(
+        facts["micro"], np.maximum(1.0, np.ceil(facts["batch"] / facts["dp"]))
+    )
     unknown = np.array(each(table.column("stack"), lambda stack: not is_known(stack)), dtype=bool)
     draft.assume(np.flatnonzero(unknown), ["stack unknown: generic habits"])
     fill_open(draft, facts, sequences, open_fields(table, facts["pp"]))
@@ -112,7 +133,7 @@ def _keys(table: RowTable) -> tuple[Engines, NDArray[np.str_]]:
 
 def _facts(
     draft: Draft, clusters: Mapping[str, Cluster], no_layout: Bools
-) -> tuple[dict[str, Floats], Sequences]:
+) -> tuple[dict[str, Floats], Sequences, list[Group]]:
     table = draft.table
     beside = Draft(table)
     points = _points(beside)
@@ -122,6 +143,7 @@ def _facts(
     shared = zip(*(table.column(name) for name in _SHARED), strict=True)
     left_out = zip(*(blank(table, axis).tolist() for axis in MODEL_AXES), strict=True)
     alike: dict[tuple[Any, ...], list[int]] = {}
+    runs: list[Group] = []
     for i, key in enumerate(zip(shared, said, left_out, no_layout.tolist(), strict=True)):
         alike.setdefault(key, []).append(i)
     for (texts, _, axes, is_open), found in alike.items():
@@ -137,13 +159,14 @@ def _facts(
             draft.refuse(rows, f"{_COLUMN.get(error.field, error.field)} {error.rule}")
             continue
         draft.assume(rows, cells.assumed)
+        runs.append((rows, run))
         mapped |= run.beyond
         mapped["sequence"] = sequences.setdefault(mapped.pop("layer_runs"), len(sequences))
         for name, value in mapped.items():
             facts[name][rows] = value
     for row, why in beside.bad.items():  # what is wrong with the model comes first
         draft.refuse([row], why)
-    return facts, tuple(sequences)
+    return facts, tuple(sequences), runs
 
 
 def _points(draft: Draft) -> dict[str, Floats]:
@@ -182,21 +205,20 @@ def _measured_network(table: RowTable, facts: dict[str, Floats]) -> None:
     facts["slow"] = np.where(fast, 0.0, facts["slow"])
 
 
-def _check_experts(draft: Draft, f: Mapping[str, Floats]) -> None:
-    apart, ranks = f["ep"] * f["etp"], f["dp"] * f["cp"] * f["tp"]
-    odd = (f["experts"] > 0) & ((ranks % apart != 0) | (f["experts"] % f["ep"] != 0))
-    why = "ep x etp does not divide dp x cp x tp, or ep not the experts"
-    draft.refuse(np.flatnonzero(odd), why)
-
-
-def _check_layout(draft: Draft, f: dict[str, Floats]) -> None:
-    """Refuse what no engine could run."""
-    world = f["tp"] * f["cp"] * f["pp"] * f["dp"]
-    for wrong, why in (
-        (world != f["gpus"], "dp x tp x cp x pp != n_gpus"),
-        (f["pp"] > f["layers"], "pp exceeds n_layers"),
-        (f["dp"] > f["batch"], "dp exceeds the global batch"),
-        (f["cp"] > f["seq"], "cp exceeds seq_len"),
-    ):
-        draft.refuse(np.flatnonzero(wrong), why)
-    f["micro"] = np.minimum(f["micro"], np.maximum(1.0, np.ceil(f["batch"] / f["dp"])))
+def _refuse_impossible(draft: Draft, runs: Iterable[Group], f: Mapping[str, Floats]) -> None:
+    """Refuse what no engine could run, by the rules that plans ask."""
+    for rows, run in runs:
+        sizes = {name: f[column][rows] for name, column in _ASKED.items()}
+        spec = run.spec
+        case = case_of(spec.model, spec.layout, spec.batch, spec.policy, _ANY_ENGINE)
+        columns = case.with_columns(sizes | {"batch_sizes": (f["batch"][rows],)})
+        for rule in RULES:
+            if rule.reason not in _UNAVOIDABLE:
+                continue
+            broken = np.broadcast_to(np.asarray(rule.broken(columns), dtype=bool), len(rows))
+            for i, row in zip(np.flatnonzero(broken), rows[broken], strict=True):
+                here = {name: int(values[i]) for name, values in sizes.items()}
+                one = case.with_columns(here | {"batch_sizes": (int(f["batch"][row]),)})
+                field, value, why, _ = rule.words(one)
+                name = field.rpartition(".")[2]
+                draft.refuse([row], f"{_COLUMN.get(name, name)} {value} {why}")
