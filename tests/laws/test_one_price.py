@@ -3,6 +3,7 @@ the same seconds and bytes to the last bit, whatever stack, machine and choices.
 
 from __future__ import annotations
 
+import csv
 import html
 import json
 import random
@@ -482,6 +483,26 @@ def test_table_row_without_gradient_dtype_has_the_habit_and_names_it(tmp_path: P
     released[1][released[0].index("stack")] = "megatron-bridge"
     path.write_text(csv_text(released))
     assert fourfold.predict_table(str(path)).answers.step_s[0] == older.step_s
+
+
+def test_printed_predictions_of_a_table_have_every_digit(cli, tmp_path: Path) -> None:
+    request, run = _spelled("megatron")
+    best = fourfold.plan(request).best
+    cells = model_columns(run.model) | run.layout.sizes
+    cells |= {"row_id": "a", "stack": "megatron", "cluster": "nvidia-h100", "n_gpus": 16}
+    cells |= {"seq_len": 4096, "mbs": 1, "gbs": 128, "precision": "bf16", "sharding": "zero1"}
+    cells |= {"sequence_parallel": 1, "act_ckpt": "none", "grad_dtype": "fp32"}
+    cells |= {"hardware": "h100-80gb", "vpp": 1}
+    path, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    path.write_text(csv_text([[*cells], [*map(str, cells.values())]]))
+    printed = cli("predict", path, "--format", "csv")
+    assert not cli("predict", path, "--out", out)
+    (shown,) = csv.DictReader(printed.splitlines())
+    (file_row,) = csv.DictReader(out.read_text().splitlines())
+    (plain,) = cli.json("predict", path)
+    for row in (shown, file_row, plain):
+        price = (float(row["step_s"]), float(row["mem_gb"]) * 2**30, float(row["fit_chance"]))
+        assert price == (best.step_s, best.peak_bytes, best.fit_chance)
 
 
 def test_cells_of_a_table_are_spelt_as_flags_are(tmp_path: Path) -> None:

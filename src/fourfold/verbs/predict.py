@@ -145,13 +145,14 @@ class PredictedTable:
             rows.mfu_pct,
             rows.mem_gb,
         )
-        texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numbers]
+        # Every digit: a run's seconds and bytes are those of its plan to the last bit.
+        texts = [["" if v != v else repr(v) for v in column.tolist()] for column in numbers]
         known = [bool(text) for text in texts[0]]
         verdicts = [
             f"{yes:d}" if is_known else ""
             for yes, is_known in zip(rows.fits.tolist(), known, strict=True)
         ]
-        chances = ["" if v != v else f"{v:.2f}" for v in rows.fit_chance.tolist()]
+        chances = ["" if v != v else repr(v) for v in rows.fit_chance.tolist()]
         return zip(
             self.row_ids, *texts, verdicts, chances, rows.reasons, rows.provenance, strict=True
         )
