@@ -51,6 +51,19 @@ def test_odd_hidden_size_of_a_named_model_is_moved(cli) -> None:
     assert cli.json(*words, "--heads", "41")["hidden"]["notes"][1].endswith("try other heads")
 
 
+def test_nearby_hidden_size_has_one_rate_whatever_was_asked(cli) -> None:
+    """The MLP of 4224 beside 4097 was 14,785 wide, which no tile divides: half the rate."""
+    rates = set()
+    for hidden, width in (("4097", 14340), ("4100", 14350)):
+        words = ("--model", "llama-3.1-8b", "--hidden", hidden)
+        said = cli.json("advise", "--gpu", "h100-80gb", *words)
+        rows = {row["value"]: row["tflops_gpu"] for row in said["hidden"]["table"]}
+        rates.add((rows[4032], rows[4096], rows[4160], rows[4224]))
+        assert said["ffn"]["asked"] == width
+        assert said["ffn"]["notes"][0].startswith("not given: 3.5 times the hidden size")
+    assert len(rates) == 1
+
+
 def test_heads_of_their_own_width_stay_with_another_hidden_size(cli) -> None:
     said = cli.json("advise", "--gpu", "h100-80gb", "--model", "qwen3-30b-a3b", "--hidden", "2100")
     assert (said["heads"]["asked"], said["heads"]["head_size"]) == (32, 128)

@@ -148,21 +148,30 @@ def near(size: int, step: int) -> list[int]:
     return sorted({size, *range(-(-low // step) * step, high + 1, step)})
 
 
+def mlp_width(hidden: float, ratio: float, tp: int) -> int:
+    """Return the aligned MLP width next to `ratio` times a hidden size: exact ratios of sizes that
+    are only tried would lose to alignment what a user rounds away."""
+    step = 64 * tp
+    return max(step, round(ratio * hidden / step) * step)
+
+
 def key_heads(heads: int, group: int) -> int:
     """Return the key heads of `heads` query heads in groups of `group`; as many as query heads
     where they do not divide into groups."""
     return heads // group if heads % group == 0 else heads
 
 
-def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
-    """Hidden sizes near the asked one; heads and MLP follow it where the user left them open."""
+def hidden_advice(
+    shape: LayerShape, kernels: Kernels, *, free_heads: bool, mlp_ratio: float | None
+) -> dict[str, Any]:
+    """Hidden sizes near the asked one; heads and MLP follow it where the user left them open
+    (`mlp_ratio`: of the MLP's width to the hidden size, None where it stays)."""
     follows = shape.heads if not free_heads and shape.head_dim is None else shape.tp
     step = int(np.lcm(64, follows))
-    ratio = shape.ffn / shape.hidden
     plain = {shape.hidden: shape}
     for hidden in near(shape.hidden, step):
         heads = auto_heads(hidden, shape.tp) if free_heads else shape.heads
-        ffn = round(ratio * hidden / shape.tp) * shape.tp
+        ffn = mlp_width(hidden, mlp_ratio, shape.tp) if mlp_ratio else shape.ffn
         is_grouped = shape.group > 1 or shape.kv_heads == shape.heads
         kv_heads = key_heads(heads, shape.group) if is_grouped else shape.kv_heads
         other = replace(shape, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)

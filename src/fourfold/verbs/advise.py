@@ -152,6 +152,7 @@ def _sizes(request: AdviseRequest) -> Advice:
     check.that(precision in BUNDLES, "precision", precision, f"is not one of {', '.join(BUNDLES)}")
     if precision in ("fp8", "fp4"):
         device.peak(precision)  # refuses a GPU without it
+    base = catalog.model(request.model) if request.model else None
     shape = _shape(request)
     routed = _with_experts(request, shape)
     coefficients, whose = _coefficients(request, device, experts=routed.experts > 0)
@@ -159,11 +160,19 @@ def _sizes(request: AdviseRequest) -> Advice:
     every = request.model is not None
     free_heads = request.heads is None and _own_heads(request, shape.hidden) is None
     advice = {
-        "hidden": sizes.hidden_advice(shape, kernels, free_heads=free_heads),
+        "hidden": sizes.hidden_advice(
+            shape,
+            kernels,
+            free_heads=free_heads,
+            mlp_ratio=None if request.ffn else _mlp_ratio(base),
+        ),
         "heads": _heads(request, shape, kernels),
     }
     if every or request.ffn is not None:
         advice["ffn"] = sizes.ffn_advice(shape, kernels)
+        if base is not None and request.ffn is None and shape.hidden != base.hidden:
+            rule = f"not given: {_mlp_ratio(base):.3g} times the hidden size, as in {base.name}"
+            advice["ffn"]["notes"].insert(0, rule)
     if every or request.vocab is not None:
         advice["vocab"] = sizes.vocab_advice(shape, kernels)
     advice["micro_batch"] = sizes.micro_advice(shape, kernels)
@@ -230,7 +239,7 @@ def _shape(request: AdviseRequest) -> LayerShape:
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=size("ffn", round((base.ffn / base.hidden if base else 4.0) * hidden)),
+        ffn=size("ffn", round(_mlp_ratio(base) * hidden)),
         vocab=size("vocab", base.vocab if base else 1),
         gated=base.gated if base else False,
         seq_len=size("seq_len", 2048),
@@ -239,6 +248,11 @@ def _shape(request: AdviseRequest) -> LayerShape:
         head_dim=head_dim,
         group=group,
     )
+
+
+def _mlp_ratio(base: ModelShape | None) -> float:
+    """Return the width of an MLP over the hidden size, where nobody states the width."""
+    return base.ffn / base.hidden if base else 4.0
 
 
 def _own_heads(request: AdviseRequest, hidden: int) -> ModelShape | None:
