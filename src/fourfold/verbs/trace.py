@@ -253,6 +253,15 @@ def _ask(request: TraceRequest) -> Ask:
         rule = f"has head size {model.head_size}, not hidden / heads"
         hint = "use kind layer, or pass --hidden and --heads"
         raise UserError(rule, field="model", value=request.model, hint=hint)
+    no_mlp = model is not None and request.ffn is None and not model.count_layers("dense")
+    if needed[1] == "ffn" and no_mlp:
+        hint = "use kind layer, or pass --ffn, such as the width of an expert"
+        raise UserError(
+            "has experts in every layer, and no MLP of all tokens",
+            field="model",
+            value=request.model,
+            hint=hint,
+        )
     sizes = _given_sizes(request, model, needed)
     return Ask(
         tokens=request.tokens,
