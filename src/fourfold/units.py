@@ -192,6 +192,11 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
+def show_mwh(energy: float) -> str:
+    """'2,513 MWh', '0.254 MWh'."""
+    return f"{three_digits(energy)} MWh"
+
+
 def short_s(seconds: float) -> str:
     """Three digits are more than any prediction is worth; '-' for nothing."""
     if abs(seconds) < 5e-4:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fourfold
+from fourfold import events
 from fourfold.errors import UserError
 from fourfold.search.plan_answer import PlanAnswer
 from fourfold.show.plan import page
@@ -38,6 +39,16 @@ def test_second_line_names_dispatcher_and_graphs(plan: PlanAnswer) -> None:
     assert "with all-to-all" in second
     assert "best then: " in second
     assert plan.plain()["assumes"]["text"] + "." == second
+
+
+def test_search_with_all_to_all_shows_no_second_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(events, "EVERY_S", 0.0)
+    seen: list[events.Event] = []
+    fourfold.plan(EXPERTS, on_event=seen.append)
+    shares = [event.share for event in seen if event.text.startswith("searching")]
+    assert len(shares) > 1
+    assert shares == sorted(shares)
 
 
 def test_seconds_without_a_dispatcher_are_those_of_a_plan_without_it(plan: PlanAnswer) -> None:

@@ -15,6 +15,9 @@ CASES = [
     ("qwen3-30b-a3b", {"layout": "ep128"},
      "no layout has --ep 128: layout.ep=128 must divide dp x cp x tp = 64, the ranks of a stage; "
      "use --ep 64 or --gpus 128"),
+    ("qwen3-30b-a3b", {"layout": "ep8 etp3"},
+     "no layout has --etp 3: layout.ep=8 x etp=3 = 24 must divide dp x cp x tp of a stage = 64; "
+     "use --etp 2 or --etp 4"),
     ("llama-3.1-70b", {"micro_batch": 3},
      "no layout has --micro-batch 3: batch.micro_batch=3 times dp = 3 must divide global_batch 512 "
      "for megatron; use --micro-batch 2 or --micro-batch 4"),

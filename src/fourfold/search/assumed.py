@@ -12,6 +12,7 @@ from fourfold.cost import dispatch
 from fourfold.cost.columns import Columns
 from fourfold.cost.dispatch import DISPATCHERS, KINDS
 from fourfold.cost.predict import predictions
+from fourfold.events import ignore
 from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import Assumed, Unassumed
 from fourfold.search.query import PlanQuery
@@ -39,7 +40,7 @@ def assumed(ranking: Ranking, place: int = 0, *, plans: bool = False) -> Assumed
     others = (_with(query, dispatcher=PLAIN), _with(ungraphed, dispatcher=PLAIN))
     basic = next((one for one in others if _is_legal(one, ranking, place)), None)
     if kind not in ("local", "allgather", PLAIN) and basic is not None:
-        best = rank_layouts(basic, least=1) if plans else None
+        best = rank_layouts(replace(basic, on_event=ignore), least=1) if plans else None
         first_s = float(best.step_s[0]) if best is not None and len(best) else None
         layout = str(best.choice(0)) if best is not None and len(best) else ""
         without.append(

@@ -15,6 +15,7 @@ from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import Choice
 from fourfold.search.query import PlanQuery
+from fourfold.search.rules.case import divisors
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
@@ -55,7 +56,7 @@ def _without(query: PlanQuery, name: str) -> PlanQuery:
 def _sentence(query: PlanQuery, name: str, grid: Candidates, refusal: Refusal) -> str:
     flag, asked = f"--{name.replace('_', '-')}", query.fixed[name]
     rule = sentence(refusal.rule, field=refusal.field, value=refusal.value)
-    legal = _legal_values(name, grid)
+    legal = _slices(query) if name == "etp" else _legal_values(name, grid)
     near = (
         [value for value in legal if value != asked] if _COLUMNS[name][1] else _around(legal, asked)
     )
@@ -66,6 +67,19 @@ def _legal_values(name: str, grid: Candidates) -> list[Any]:
     column, words = _COLUMNS[name]
     values = np.unique(_points(grid)[column]).tolist()
     return [words[value] if words else value for value in values]
+
+
+def _slices(query: PlanQuery) -> list[int]:
+    """Return the legal `etp` next below and above the asked one: a search tries few by itself."""
+    asked, sizes = query.fixed["etp"], divisors(query.gpus)
+    size = asked if isinstance(asked, int) else 0
+    sides = ([n for n in reversed(sizes) if n < size], [n for n in sizes if n > size])
+    nearest = (next((n for n in side if _allows_slices(query, n)), None) for side in sides)
+    return [etp for etp in nearest if etp is not None]
+
+
+def _allows_slices(query: PlanQuery, etp: int) -> bool:
+    return candidates(replace(query, fixed=query.fixed | {"etp": etp})).legal > 0
 
 
 def _points(grid: Candidates) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.show.pictures import content, empty_figure
 from fourfold.text_table import Grid, Part, named, table
-from fourfold.units import counted, short_s, show_bytes, show_count
+from fourfold.units import counted, short_s, show_bytes, show_count, show_mwh
 
 if TYPE_CHECKING:
     from fourfold.verbs.calendar_request import Calendar, CalendarPoint
@@ -53,7 +53,7 @@ def _sentence(answer: Calendar, best: CalendarPoint | None) -> str:
     return (
         f"{tokens} on {best.gpus:,} x {answer.gpu} take {best.days:.1f} days (80%: "
         f"{best.days_low:.1f} to {best.days_high:.1f}), {best.gpu_hours:,.0f} GPU-hours, "
-        f"{best.energy_mwh:,.0f} MWh{cost}.{chances}"
+        f"{show_mwh(best.energy_mwh)}{cost}.{chances}"
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.show.plan_notes import capacities, compared, routing, searched
 from fourfold.text_table import Column, Grid, Part, named, table
-from fourfold.units import counted, short_s
+from fourfold.units import counted, short_s, show_mwh
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import (
@@ -155,7 +155,7 @@ def _training(plan: PlanAnswer, row: PlanRow) -> str:
     days = f"{_days(row):.1f} days (80%: {' to '.join(_days_range(row))})"
     cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
     goodput = f", goodput {100 * (1 - plan.training['lost_share']):.1f}%"
-    energy = f", {row.power_w * row.gpu_hours / 1e6:,.0f} MWh"
+    energy = f", {show_mwh(row.power_w * row.gpu_hours / 1e6)}"
     steps = counted(plan.training["steps"], "step")
     return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{energy}{cost}{goodput}"
 

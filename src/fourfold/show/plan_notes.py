@@ -32,7 +32,7 @@ def compared(known: MeasuredBest, first: PlanRow) -> str:
 
 
 def searched(plan: PlanAnswer) -> Iterable[str]:
-    axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items())
+    axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items() if values)
     refused = ", ".join(f"{name} {count:,}" for name, count in plan.refused.items())
     yield f"searched {plan.candidates:,} points: {axes}"
     does_not_fit = plan.legal - plan.too_slow - plan.fitting
