@@ -13,12 +13,13 @@ from typing import get_args
 
 import pytest
 
-from fourfold.result.record import KINDS, REFERENCE_COLUMNS
+from fourfold.cost.table.reference import REFERENCE_COLUMNS
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import words
 from fourfold.spec.engine import ENGINES, EXPORTS, FOLDER, GENERIC
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import OURS
+from fourfold.tables.row import KINDS
 from fourfold.tables.styles import MPT, TOPOLOGY
 from tests.sources import tree_of, walked
 
@@ -43,7 +44,7 @@ HOMES: dict[str, tuple[str, set[str]]] = {
     "number formats": ("spec/words.py", {*words.DTYPES}),
     "shardings": ("spec/words.py", {*words.SHARDINGS}),
     "outcomes": ("result/report.py", {*OUTCOMES}),
-    "reference columns": ("result/record.py", {*REFERENCE_COLUMNS} - {*KINDS} - {"status"}),
+    "reference columns": ("cost/table/reference.py", {*REFERENCE_COLUMNS} - {*KINDS} - {"status"}),
     "MPT columns": ("tables/styles.py", {column.heading for column in MPT} - {"Model", "GPU"}),
     "topology columns": ("tables/styles.py", {column.heading for column in TOPOLOGY}),
 }
@@ -51,7 +52,8 @@ HOMES: dict[str, tuple[str, set[str]]] = {
 
 # Modules that must name most words of a set that is not theirs, and why.
 HONEST = {
-    ("axes", "result/record.py"): "columns of the reference schema",
+    ("axes", "cost/table/reference.py"): "columns of the reference schema",
+    ("axes", "result/stored_run.py"): "columns of a list of runs",
     ("axes", "cost/one_rank.py"): "parts of a step that are named by the axis they serve",
     ("axes", "search/answer.py"): "the order of plain layouts; parts named by their axis",
     ("axes", "search/fixes.py"): "the order in which changes are tried",

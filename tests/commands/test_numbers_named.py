@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import Record
 from fourfold.show.runs import runs_page
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.expression import memory_values, parse
 from fourfold.tables.document import after
 from fourfold.tables.publish import STYLE_CONVENTION
+from fourfold.tables.row import PublishedRow
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.runs import StoredRuns
 from tests.cli import Cli
@@ -60,10 +60,10 @@ def test_every_gpu_of_the_catalogue_is_known_in_a_heading(device: str) -> None:
     if size.endswith("gb"):
         texts.append(f"## {name.upper()} ({size.upper()})")
     for text in texts:
-        assert after(Record(), (text,)).hardware == device
+        assert after(PublishedRow(), (text,)).hardware == device
     if not size:
         memory = round(catalog.device(device).memory_bytes / 1e9)
-        assert after(Record(), (f"## {name.upper()} ({memory}GB)",)).hardware == device
+        assert after(PublishedRow(), (f"## {name.upper()} ({memory}GB)",)).hardware == device
 
 
 def test_generations() -> None:

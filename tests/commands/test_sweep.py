@@ -51,7 +51,7 @@ def test_impossible_axes_are_stored_like_other_refusals(tmp_path, file, ran, cli
     refused = [item for item in stored if item.outcome == "illegal"]
     assert len(stored) == 12
     assert len(refused) == 6
-    assert all("is not divisible by" in item.failure and item.gpus == 4 for item in refused)
+    assert all("is not divisible by" in item.failure and item.spec.gpus == 4 for item in refused)
     for style in ("topology", "mpt", "scaling"):  # rows of our own, and no mistakes in them
         out = str(tmp_path / style)
         words = ["report", "--runs", str(tmp_path / "runs"), "--style", style]
@@ -166,7 +166,7 @@ def test_the_flag_form_needs_run(tmp_path: Path, ran: list[RunSpec], cli: Cli) -
     cli(*FLAGS, *where, "--run")
     assert len(ran) == 8
     assert {(s.batch.seq_len, s.batch.global_batch) for s in ran} == {(32, 16), (64, 8)}
-    assert {stored.summary.tag for stored in Store(tmp_path / "runs").runs()} == {"night"}
+    assert {stored.summary.spec.tag for stored in Store(tmp_path / "runs").runs()} == {"night"}
 
 
 def test_flags_change_the_runs_of_a_file(file, cli) -> None:

@@ -39,7 +39,7 @@ def test_the_top_of_the_plan_is_measured(tmp_path, profile, ran, cli) -> None:
         assert (spec.policy.sharding, spec.steps) == (row["policy"]["sharding"], 4)
         assert said["predicted"]["step_s"] == row["step_s"]
     stored = Store(tmp_path / "runs").runs()
-    assert {item.summary.predicted_by for item in stored} == {
+    assert {item.summary.predicted.basis for item in stored} == {
         "plan on here-cpu, calibration profile of here"
     }
     again = cli.json(*words)  # resumed: nothing runs again, predictions stay

@@ -158,7 +158,7 @@ def test_what_was_predicted_is_kept(tmp_path: Path) -> None:
         report = done.stored.report()
         assert report.predicted == Seer().predicted(spec())
         assert len(report.remedies) == (outcome == "oom")
-        assert done.stored.summary.predicted_by == "a seer"
+        assert done.stored.summary.predicted.basis == "a seer"
         assert [path.name for path in done.stored.folder.iterdir()] == ["run.json"]
 
 

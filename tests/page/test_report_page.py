@@ -128,7 +128,7 @@ def test_the_table_sorts_and_filters(shown, store) -> None:
     assert last[0] > first[0]
     page.locator("select[data-field=gpus]").select_option("8")
     shown.settled()
-    few = len([one for one in store.runs() if one.summary.gpus == 8])
+    few = len([one for one in store.runs() if one.summary.spec.gpus == 8])
     assert shown.text("#count") == f"{few} of {RUNS} runs."
     assert len(shown.marks("throughput")["xticks"]) == 1
     page.locator("#search").fill("no such run")
@@ -143,8 +143,8 @@ def test_a_chosen_run_shows_its_memory_steps_pipeline_and_command(view, shown, s
     piped = next(
         one
         for one in store.runs()
-        if one.summary.pp == 4 and one.summary.outcome == "ok"
-        if one.report().spec.batch.micro_count(one.summary.dp) <= 64
+        if one.summary.spec.layout.pp == 4 and one.summary.outcome == "ok"
+        if one.report().spec.batch.micro_count(one.summary.spec.layout.dp) <= 64
     )
     page.locator("#search").fill(piped.summary.run_id)
     page.wait_for_selector(f"#count:has-text('1 of {RUNS}')")

@@ -14,9 +14,9 @@ import pytest
 from fourfold.result.files.run_file import INDEX, RUN_FILE, WORK, RunKey, key_of
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
-from fourfold.result.from_run import record_of
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from tests.specs import run_spec
@@ -53,14 +53,14 @@ def test_a_kept_run_reads_back_whole(tmp_path: Path) -> None:
 
 
 def test_summary_takes_steps_after_warmup_and_the_fullest_rank() -> None:
-    summary = record_of(report())
+    summary = StoredRun.of(report())
     assert summary.step_s == pytest.approx(0.55)
-    assert summary.low_s is not None
-    assert summary.low_s < 0.55 < (summary.high_s or 0)
-    assert (summary.peak_bytes, summary.peak_rank) == (30, 1)
-    assert (summary.layout, summary.dp) == ("pp1 dp2 cp1 tp2", 2)
+    row = summary.row()
+    assert row["low_s"] < 0.55 < row["high_s"]
+    assert (row["peak_bytes"], row["peak_rank"]) == (30, 1)
+    assert (row["layout"], row["dp"]) == ("pp1 dp2 cp1 tp2", 2)
     assert summary.tokens_s_gpu == pytest.approx(64 * 8 / 0.55 / 4)
-    assert record_of(report(outcome="hung")).step_s is None
+    assert StoredRun.of(report(outcome="hung")).step_s is None
 
 
 def test_repeats_are_kept_beside_each_other(tmp_path: Path) -> None:

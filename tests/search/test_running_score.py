@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.result.from_run import record_of
-from fourfold.result.record import Record
 from fourfold.result.report import Outcome, Prediction, RankMemory, RunReport, StepReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.search.running_score import scores, stored_predictions
 from tests.specs import run_spec
 
@@ -23,14 +22,14 @@ def run(
     peak: float = 90.0,
     basis: str = "a cluster",
     micro: int = 1,
-) -> Record:
+) -> StoredRun:
     said = None
     if predicted_s is not None:
         said = Prediction(
             step_s=predicted_s, step_s_low=0.9 * predicted_s, step_s_high=1.2 * predicted_s,
             peak_bytes=peak, limit_bytes=100.0, basis=basis,
         )  # fmt: skip
-    return record_of(
+    return StoredRun.of(
         RunReport(
             spec=replace(SPEC, batch=replace(SPEC.batch, micro_batch=micro)),
             outcome=outcome,

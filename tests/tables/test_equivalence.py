@@ -8,13 +8,13 @@ import pytest
 
 import fourfold
 from fourfold.logs.words import words_of
-from fourfold.result.from_run import record_of
-from fourfold.result.record import Record
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec import catalog
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.tables.derive import derive, equivalence, published
 from fourfold.tables.forms import write
+from fourfold.tables.row import PublishedRow
 from tests.logs import written
 from tests.logs.reading import BLOOM
 from tests.page.sample import report
@@ -36,7 +36,7 @@ RANDOM = "benchmark-only (random tokens)"
 def test_a_stored_run_is_marked_by_its_spec(data, routing, model, mark) -> None:
     policy = Policy(routing=routing)
     spec = RunSpec(model=catalog.model(model), gpus=1, data=data, policy=policy)
-    record = published(record_of(report(spec)), 0)
+    record = published(StoredRun.of(report(spec)), 0)
     assert derive(record, "causal").equivalence == mark
 
 
@@ -53,7 +53,7 @@ def test_a_stored_run_is_marked_by_its_spec(data, routing, model, mark) -> None:
     ],
 )
 def test_a_published_row_is_marked_by_its_note(note: str, mark: str) -> None:
-    assert equivalence(Record(note=note)) == mark
+    assert equivalence(PublishedRow(note=note)) == mark
 
 
 @pytest.mark.parametrize(

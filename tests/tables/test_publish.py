@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.from_run import record_of
-from fourfold.result.record import Record
 from fourfold.result.report import (
     OUTCOMES,
     Failure,
@@ -21,6 +19,7 @@ from fourfold.result.report import (
     StepReport,
     published_word,
 )
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.tables.derive import published
@@ -29,6 +28,7 @@ from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.lint import lint
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
+from fourfold.tables.row import PublishedRow
 from tests.specs import run_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -44,7 +44,7 @@ def made(
     outcome: Outcome = "ok",
     environment: tuple[tuple[str, str], ...] = CPU,
     at: str = "2026-01-01T00:00:00+00:00",
-) -> Record:
+) -> PublishedRow:
     steps = tuple(StepReport(step=i, seconds=step_s, warmup=i == 0) for i in range(4))
     report = RunReport(
         spec=spec,
@@ -55,7 +55,7 @@ def made(
         started_at=at,
         failure=None if outcome == "ok" else Failure(rank=0, stage=0, phase="step", message="bang"),
     )
-    return published(record_of(report), 0)
+    return published(StoredRun.of(report), 0)
 
 
 def run(model: str, gpus: int, micro: int, **axes: int) -> RunSpec:
@@ -65,7 +65,7 @@ def run(model: str, gpus: int, micro: int, **axes: int) -> RunSpec:
     return run_spec(model, layout, precision="fp32", **sizes)
 
 
-def many() -> list[Record]:
+def many() -> list[PublishedRow]:
     """Layouts of tiny and large models, uneven parts, failures, every axis."""
     found = []
     seconds = (0.0123 * 1.071**n for n in itertools.count())
@@ -225,7 +225,7 @@ def test_a_published_run_keeps_its_prediction() -> None:
     spec = run("llama-tiny", 4, 1)
     predicted = Prediction(step_s=0.5, step_s_low=0.4, step_s_high=0.6, peak_bytes=1.0)
     report = RunReport(spec=spec, outcome="oom", predicted=predicted)
-    (plain,) = plain_records([published(record_of(report), 0)], "mpt")
+    (plain,) = plain_records([published(StoredRun.of(report), 0)], "mpt")
     assert (plain["predicted_s"], plain["status"], plain["row_id"]) == (0.5, "oom", spec.run_id)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.page.report import report_data
 from fourfold.result.files.store import Store
-from fourfold.result.from_run import record_of
-from fourfold.result.record import Record
 from fourfold.result.report import RunReport, StepReport
-from fourfold.spec import Layout, ModelShape, catalog
+from fourfold.result.stored_run import StoredRun
+from fourfold.spec import Layout, ModelShape, catalog, codec
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault
 from fourfold.tables.derive import derive, published
@@ -28,6 +26,7 @@ from fourfold.tables.document import Text
 from fourfold.tables.forms import parse
 from fourfold.tables.publish import plain_records, publish
 from fourfold.tables.records import records
+from fourfold.tables.row import PublishedRow
 from fourfold.verbs.requests import ReportRequest
 from tests.cli import Cli
 from tests.specs import run_spec
@@ -177,10 +176,10 @@ def test_repeats_are_one_row(tmp_path: Path) -> None:
 
 def test_a_model_stored_before_it_had_a_field_is_the_same_model() -> None:
     model = catalog.model("llama-3.1-8b")
-    new, older = (record_of(report(model, sharding=word)) for word in ("zero1", "zero3"))
-    plain = json.loads(older.model_json)
+    new, older = (StoredRun.of(report(model, sharding=word)) for word in ("zero1", "zero3"))
+    plain = codec.encode(model)
     del plain["block"]
-    older = replace(older, model_json=json.dumps(plain))
+    older = replace(older, spec=replace(older.spec, model=codec.decode(ModelShape, plain)))
     found = [published(record, i) for i, record in enumerate((new, older))]
     (table,) = (b for b in publish(found, "topology", "causal").blocks if not isinstance(b, Text))
     assert len([*table.data]) == 2
@@ -188,10 +187,10 @@ def test_a_model_stored_before_it_had_a_field_is_the_same_model() -> None:
 
 def test_products_in_fp8_are_listed_as_fp8() -> None:
     model = catalog.model("llama-tiny")
-    record = record_of(report(model, compute_dtype="fp8"))
-    assert (record.precision, record.settings) == ("fp8-pure", "")
+    record = StoredRun.of(report(model, compute_dtype="fp8"))
+    assert (record.row()["precision"], record.settings) == ("fp8-pure", "")
     mixed = report(model, precision="bf16-mixed", compute_dtype="fp8")
-    assert record_of(mixed).precision == "fp8"
+    assert StoredRun.of(mixed).spec.policy.precision_name == "fp8"
 
 
 # A Mixtral as Megatron's log has it: no name of the catalogue, and experts in columns of their own.
@@ -206,7 +205,7 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-def collected(*changes: dict[str, str]) -> list[Record]:
+def collected(*changes: dict[str, str]) -> list[PublishedRow]:
     rows = [MIXTRAL | {"row_id": f"r{at}"} | change for at, change in enumerate(changes)]
     lines = [MIXTRAL, *(row.values() for row in rows)]
     return records(parse("\n".join(map(",".join, lines)), "csv"))

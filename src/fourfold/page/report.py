@@ -7,7 +7,6 @@ The matrix of other engines as one HTML file without scripts: verdicts by releas
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -17,12 +16,13 @@ from fourfold.conformance.verdicts import COLUMNS, WORDS, Verdict
 from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.run_details import report_command, run_details
-from fourfold.result.record import CONFIG, KINDS, Record, differing
 from fourfold.result.report import OUTCOMES
+from fourfold.result.stored_run import Cell
 from fourfold.show.machines import said_of
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES
 from fourfold.tables.derive import derive
+from fourfold.tables.row import CONFIG, KINDS, PublishedRow, differing
 from fourfold.tables.styles import EQUIVALENCE, MPT, SETTINGS, TOPOLOGY, Column
 from fourfold.verbs.conformance import Conformance
 from fourfold.verbs.report import Report
@@ -139,6 +139,21 @@ FIELDS = (
     "layout",
     "equivalence",
 )
+_ROW_FIELDS = {*KINDS, "layout", "started_at"}
+# Of a row of a table, what a stored run alone says.
+_OF_STORED = ("schedule", "cp_kind", "tag")
+_NOT_MEASURED: dict[str, Cell] = {
+    "repeat": 0,
+    "low_s": None,
+    "high_s": None,
+    "samples": 0,
+    "loss": None,
+    "predicted_s": None,
+    "predicted_low_s": None,
+    "predicted_high_s": None,
+    "predicted_bytes": None,
+    "predicted_limit_bytes": None,
+}
 # Also shown where rows differ in it and the style has no column of it.
 _TELLING = (
     ("Model", "label"),
@@ -181,7 +196,7 @@ def report_title(answer: Report) -> str:
 
 def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[str, Any]:
     """What the page holds, as plain data."""
-    full = [_limited(derive(record, answer.convention)) for record in answer.records]
+    full = [derive(record, answer.convention) for record in answer.records]
     columns = style_columns(answer.style, full)
     environments: list[dict[str, str]] = []
     return {
@@ -193,7 +208,7 @@ def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[s
         "convention": answer.convention,
         "fields": list(FIELDS),
         "outcomes": list(OUTCOMES),
-        "rows": [[getattr(record, name) for name in FIELDS] for record in full],
+        "rows": [_row(record) for record in full],
         "columns": [{"heading": c.heading, "field": c.field} for c in columns],
         "cells": [[column.write(record) for column in columns] for record in full],
         "values": [[_value(record, column) for column in columns] for record in full],
@@ -210,22 +225,29 @@ def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[s
     }
 
 
-def _limited(record: Record) -> Record:
-    """With its GPU's memory as the limit, where none was set or predicted for it."""
-    if record.predicted_limit_bytes or (record.hardware or "") not in catalog.device_names():
-        return record
-    memory = catalog.device(record.hardware or "").memory_bytes
-    return dataclasses.replace(record, predicted_limit_bytes=memory)
+def _row(record: PublishedRow) -> list[Cell]:
+    """Return the cells of FIELDS; the memory of its GPU is the limit, where none was predicted."""
+    stored, predicted = record.stored, record.predicted
+    cells = stored.row() if stored else dict.fromkeys(_OF_STORED, "") | _NOT_MEASURED
+    if predicted:
+        cells["predicted_s"] = predicted.step_s
+        cells["predicted_low_s"] = predicted.step_s_low
+        cells["predicted_high_s"] = predicted.step_s_high
+        cells["predicted_bytes"] = predicted.peak_bytes
+    if not (predicted and predicted.limit_bytes) and record.hardware in catalog.device_names():
+        cells["predicted_limit_bytes"] = catalog.device(record.hardware).memory_bytes
+    own = {name: getattr(record, name) for name in FIELDS if name in _ROW_FIELDS}
+    return [(cells | own)[name] for name in FIELDS]
 
 
-def _value(record: Record, column: Column) -> Any:
+def _value(record: PublishedRow, column: Column) -> Any:
     """What a column sorts by: the number behind its cell (None: it has none), or the cell."""
     if KINDS.get(column.field, "").startswith(("int", "float")):
         return getattr(record, column.field)
     return column.write(record)
 
 
-def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
+def style_columns(style: str, records: Sequence[PublishedRow]) -> list[Column]:
     """The style's own, after those without which rows that differ would look alike."""
     first: dict[str, Column] = {}
     for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
@@ -241,11 +263,11 @@ def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
     shown = {column.field for column in own if column.heading != "Size"}
     told = set(differing([records], dict(_TELLING).values())) - shown
     columns = [*(_telling(*one) for one in _TELLING if one[1] in told), *own]
-    alike: dict[tuple[str, ...], list[Record]] = {}
+    alike: dict[tuple[str, ...], list[PublishedRow]] = {}
     for one in records:
         said = tuple(c.write(one) for c in columns if c.field in (*CONFIG, "note"))
         alike.setdefault(said, []).append(one)
-    more = [n for n in differing(alike.values(), CONFIG) if n not in (*shown, "model_json")]
+    more = [n for n in differing(alike.values(), CONFIG) if n not in (*shown, "shape")]
     return [*(first.get(name) or _telling(name, name) for name in more), *columns]
 
 

@@ -12,8 +12,8 @@ from statistics import mean
 from typing import Any, Literal
 
 from fourfold.escape import flattened
-from fourfold.result.record import Record
 from fourfold.result.report import RunReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.result.timing import LEAD, Timing, timing
 from fourfold.spec.supported import left_out
 from fourfold.units import counted
@@ -153,7 +153,7 @@ def between_runs(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None:
     return (math.sqrt(total / freedom), freedom) if freedom else None
 
 
-def stored_spread(runs: Sequence[Record], device: str) -> tuple[float, int] | None:
+def stored_spread(runs: Sequence[StoredRun], device: str) -> tuple[float, int] | None:
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
         if run.device == device and run.step_s:

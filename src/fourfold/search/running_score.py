@@ -8,17 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fourfold.result.record import Record
 from fourfold.result.report import Prediction
+from fourfold.result.stored_run import StoredRun
 from fourfold.units import counted
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A prediction and the run it was about."""
+    """A prediction and what was measured then. `compared`: what runs have in common whose seconds
+    are compared."""
 
     prediction: Prediction
-    run: Record
+    outcome: str
+    step_s: float | None
+    peak_bytes: int | None
+    compared: tuple[object, ...]
+
+    @classmethod
+    def of(cls, run: StoredRun, prediction: Prediction) -> Judged:
+        spec = run.spec
+        batch = (spec.batch.seq_len, spec.batch.global_batch)
+        compared = (spec.model, run.device, spec.gpus, *batch, spec.policy.precision_name)
+        return cls(prediction, run.outcome, run.step_s, run.peak_bytes, compared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +73,9 @@ class RunningScore:
         return f"Planner's score ({self.basis}): {'; '.join(parts)}"
 
 
-def stored_predictions(runs: Sequence[Record]) -> list[Judged]:
+def stored_predictions(runs: Sequence[StoredRun]) -> list[Judged]:
     """Runs with what was predicted before they ran."""
-    return [
-        Judged(
-            Prediction(
-                step_s=run.predicted_s,
-                step_s_low=run.predicted_low_s or 0.0,
-                step_s_high=run.predicted_high_s or 0.0,
-                peak_bytes=run.predicted_bytes,
-                limit_bytes=run.predicted_limit_bytes or 0.0,
-                basis=run.predicted_by,
-            ),
-            run,
-        )
-        for run in runs
-        if run.predicted_s is not None and run.predicted_bytes is not None
-    ]
+    return [Judged.of(run, run.predicted) for run in runs if run.predicted]
 
 
 def scores(judged: Sequence[Judged]) -> list[RunningScore]:
@@ -92,18 +89,18 @@ def scores(judged: Sequence[Judged]) -> list[RunningScore]:
 
 
 def _score(basis: str, group: Sequence[Judged]) -> RunningScore:
-    timed = [one for one in group if one.run.step_s]
-    ratios = [one.prediction.step_s / (one.run.step_s or 1.0) for one in timed]
+    timed = [one for one in group if one.step_s]
+    ratios = [one.prediction.step_s / (one.step_s or 1.0) for one in timed]
     inside = [
-        one.prediction.step_s_low <= (one.run.step_s or 0.0) <= one.prediction.step_s_high
+        one.prediction.step_s_low <= (one.step_s or 0.0) <= one.prediction.step_s_high
         for one in timed
     ]
-    full = [one for one in timed if one.run.peak_bytes]
-    sizes = [one.prediction.peak_bytes / (one.run.peak_bytes or 1) for one in full]
+    full = [one for one in timed if one.peak_bytes]
+    sizes = [one.prediction.peak_bytes / (one.peak_bytes or 1) for one in full]
     verdicts = [
-        (bool(one.prediction.fits), one.run.outcome == "ok")
+        (bool(one.prediction.fits), one.outcome == "ok")
         for one in group
-        if one.prediction.fits is not None and one.run.outcome in ("ok", "oom")
+        if one.prediction.fits is not None and one.outcome in ("ok", "oom")
     ]
     return RunningScore(
         basis=basis,
@@ -128,9 +125,7 @@ def _median_pct(values: Sequence[float]) -> float | None:
 def _regret_pct(timed: Sequence[Judged]) -> float | None:
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
     for one in timed:
-        run = one.run
-        key = (run.model_json, run.device, run.gpus, run.seq_len, run.global_batch, run.precision)
-        groups[key].append((one.prediction.step_s, run.step_s or 0.0))
+        groups[one.compared].append((one.prediction.step_s, one.step_s or 0.0))
     ratios = [
         min(group)[1] / min(measured for _, measured in group) - 1.0
         for group in groups.values()

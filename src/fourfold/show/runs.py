@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fourfold.escape import flattened
-from fourfold.result.record import RUN_FIELDS, Record, differing, grouped, short_name
 from fourfold.result.report import OUTCOMES
+from fourfold.result.stored_run import Cell, short_name
 from fourfold.show.bench import oom_page
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.sweep import varied_text
@@ -33,12 +34,9 @@ _RUN = (
     "precision",
     "sharding",
 )
-# Shown where runs would look alike without; repeats may be of other hosts.
-_TELLING = [
-    name
-    for name in RUN_FIELDS[: RUN_FIELDS.index("tag")]
-    if name not in ("run_id", "repeat", "host", "outcome", "model_json")
-]
+# Never shown just because runs would look alike without: repeats may be of other hosts, and the
+# settings name the variables.
+_NOT_TELLING = {"run_id", "repeat", "host", "outcome", "env"}
 _FIGURES = ("step time=step_s:seconds", "tokens/s/GPU=tokens_s_gpu:,.0f")
 
 
@@ -46,30 +44,43 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     counts = answer.outcomes
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
     found = [stored.summary for stored in answer.runs]
-    same = grouped(found, ["run_id"])
+    repeated = {run.run_id for run in found if run.repeat}
+    rows = [run.row() | {"unlisted": run.unlisted} for run in found]
     run = named(*_RUN)
     settings: list[Column] = [
         *named("engine=stack"),
-        ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
+        ("recompute", lambda row: "" if row["recompute"] == "none" else row["recompute"]),
         *named("settings=unlisted"),
     ]
-    alike: dict[tuple[str, ...], list[Record]] = {}
-    for one in found:
-        alike.setdefault(tuple(cell(one) for _, cell in (*run, *settings)), []).append(one)
-    rest = [*named("tag"), ("why", lambda one: one.failure[:60])]
+    alike: dict[tuple[str, ...], list[dict[str, Cell]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(cell(row) for _, cell in (*run, *settings)), []).append(row)
+    rest = [*named("tag"), ("why", lambda row: row["failure"][:60])]
     runs = table(
-        found,
-        ("run", lambda one: short_name(one, same[one.run_id,])),
+        rows,
+        ("run", lambda row: short_name(row["run_id"], row["repeat"], repeated)),
         *run,
         *named("outcome", *_FIGURES, "memory=peak_bytes:bytes"),
-        *(column for column in settings if any(map(column[1], found))),
-        *named(*differing(alike.values(), _TELLING)),
-        *(column for column in rest if any(map(column[1], found))),
+        *(column for column in settings if any(map(column[1], rows))),
+        *named(*_telling(alike.values())),
+        *(column for column in rest if any(map(column[1], rows))),
     )
     return [
         runs,
         "",
         f"{counted(len(answer.runs), 'run')} in {store}" + (f": {listed}" if listed else ""),
+    ]
+
+
+def _telling(groups: Iterable[list[dict[str, Cell]]]) -> list[str]:
+    """Return the settings in which runs differ that look alike."""
+    several = [group for group in groups if len(group) > 1]
+    names = list(several[0][0]) if several else []
+    return [
+        name
+        for name in names[: names.index("tag") if names else 0]
+        if name not in _NOT_TELLING
+        and any(len({row[name] for row in group}) > 1 for group in several)
     ]
 
 

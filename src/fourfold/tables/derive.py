@@ -15,10 +15,11 @@ from typing import Any
 from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
-from fourfold.result.record import Record, json_of, model_of
-from fourfold.spec import Batch, Layout, ModelShape, Policy, catalog
+from fourfold.result.stored_run import StoredRun
+from fourfold.spec import Layout, ModelShape, Policy, RunSpec, catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import OURS
+from fourfold.tables.row import PublishedRow
 from fourfold.tables.shape import SHAPE_FIELDS, peak_tflops, shape_of
 
 TRAINING, BENCHMARK = "training-equivalent", "benchmark-only"
@@ -33,23 +34,27 @@ _LACKS = {
 _HAS_DATA = re.compile(r"\breal tokens\b|\bdata=\S")
 
 
-def equivalence(record: Record) -> str:
+def equivalence(record: PublishedRow) -> str:
     """'training-equivalent', 'benchmark-only (WHY)', or '' where nothing says."""
-    said = " ".join((record.note, record.settings, record.variant)).lower()
+    said = f"{record.note} {record.variant}".lower()
     lacks = [name for name, words in _LACKS.items() if words.search(said)]
     if record.text("routing") == "forced":
         lacks.append("forced routing")
-    elif record.model_json and not record.experts:  # nothing is routed, whatever the setting
+    elif record.shape and not record.experts:  # nothing is routed, whatever the setting
         lacks = [name for name in lacks if name != "forced routing"]
-    is_own = bool(record.torch) and record.stack in ("", OURS)
-    if is_own and not _HAS_DATA.search(said):
+    if (
+        record.stored
+        and record.stored.torch
+        and record.stack == OURS
+        and not _HAS_DATA.search(said)
+    ):
         lacks.append("random tokens")
     if lacks:
         return f"{BENCHMARK} ({', '.join(dict.fromkeys(lacks))})"
     return TRAINING if _HAS_DATA.search(said) else ""
 
 
-def derive(record: Record, rule: str) -> Record:
+def derive(record: PublishedRow, rule: str) -> PublishedRow:
     """The record with what follows filled in; TFLOPs and MFU by the convention `rule`. Figures
     already printed by it stay: they may come from more digits than the row shows."""
     record = _with_speed(record)
@@ -76,11 +81,11 @@ def derive(record: Record, rule: str) -> Record:
 Ask = tuple[ModelShape, int, int, int, str]
 
 
-def _with_shape(record: Record, model: ModelShape) -> Record:
+def _with_shape(record: PublishedRow, model: ModelShape) -> PublishedRow:
     return replace(
         record,
         label=record.label or model.name,
-        model_json=json_of(model),
+        shape=model,
         **{name: getattr(model, name) for name in SHAPE_FIELDS},
         params=record.params or _params(model, record.seq_len or 1),
     )
@@ -91,7 +96,7 @@ def _params(model: ModelShape, seq_len: int) -> int:
     return model_params(model, seq_len)
 
 
-def _with_utilisation(record: Record, ask: Ask, restated: str | None) -> Record:
+def _with_utilisation(record: PublishedRow, ask: Ask, restated: str | None) -> PublishedRow:
     """TFLOPs, MFU and HFU where they are missing; all of them when restated by another rule."""
     count = _count(restated or record.convention, ask)
     speed = record.tokens_s_gpu or 0.0
@@ -110,7 +115,7 @@ def _with_utilisation(record: Record, ask: Ask, restated: str | None) -> Record:
 _BY_CONVENTION = ("tflops_gpu", "model_tflop", "mfu_pct", "hfu_pct")
 
 
-def _with_speed(record: Record) -> Record:
+def _with_speed(record: PublishedRow) -> PublishedRow:
     """Seconds per step and tokens/s say the same thing once batch and GPUs are known."""
     tokens = (record.global_batch or 0) * (record.seq_len or 0)
     if record.step_s and record.tokens_s and record.tokens_s_gpu:
@@ -152,27 +157,63 @@ def hardware_of(device: str) -> str:
     return device_id(device, catalog.device_names()) or device
 
 
-def published(record: Record, number: int) -> Record:
+def published(stored: StoredRun, number: int) -> PublishedRow:
     """`number` keeps the order of the store, for runs that started in the same second."""
-    model = model_of(record.model_json)
-    return replace(
-        record,
+    spec = stored.spec
+    model, layout, batch, policy = spec.model, spec.layout, spec.batch, spec.policy
+    row = PublishedRow(
+        run_id=stored.run_id,
+        stored=stored,
         row=number,
-        label=record.model,
-        **{name: getattr(model, name) for name in SHAPE_FIELDS},
-        hardware=hardware_of(record.device),
-        gpus_per_node=(record.gpus or 1) // (record.nodes or 1),
-        stack=record.stack or OURS,
-        grad_accum=_accumulated(record),
-        batch_tokens=record.tokens,
-        tokens_s=record.tokens / record.step_s if record.step_s else None,
-        mem_gb=None if record.peak_bytes is None else record.peak_bytes / 2**30,
-        variant=record.unlisted,
-        note="; ".join(filter(None, _notes(record, model))),
+        stack=stored.engine or OURS,
+        label=stored.model,
+        model=stored.model,
+        shape=model,
+        family=model.family,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        tied=model.tied,
+        experts=model.experts or None,
+        hardware=hardware_of(stored.device),
+        gpus_per_node=spec.gpus // stored.nodes,
+        gpus=spec.gpus,
+        nodes=stored.nodes,
+        pp=layout.pp,
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        virtual_stages=policy.virtual_stages,
+        seq_len=batch.seq_len,
+        micro_batch=batch.micro_batch,
+        global_batch=batch.global_batch,
+        batch_tokens=batch.tokens,
+        precision=policy.precision_name,
+        sharding=policy.sharding,
+        recompute=policy.recompute,
+        offload=policy.offload,
+        sequence_parallel=policy.sequence_parallel,
+        attention=policy.attention,
+        variant=stored.unlisted,
+        outcome=stored.outcome,
+        failure=stored.failure,
+        note="; ".join(filter(None, _notes(stored))),
+        step_s=stored.step_s,
+        tokens_s=batch.tokens / stored.step_s if stored.step_s else None,
+        tokens_s_gpu=stored.tokens_s_gpu,
+        mem_gb=None if stored.peak_bytes is None else stored.peak_bytes / 2**30,
+        peak_bytes=stored.peak_bytes,
+        predicted=stored.predicted,
     )
+    return replace(row, grad_accum=_accumulated(row))
 
 
-def _accumulated(record: Record) -> int | None:
+def _accumulated(record: PublishedRow) -> int | None:
     """Micro batches of the busiest rank in a step."""
     if not (record.micro_batch and record.global_batch and record.dp):
         return None
@@ -180,37 +221,30 @@ def _accumulated(record: Record) -> int | None:
     return -(-share // record.micro_batch)
 
 
-def _batch(record: Record) -> Batch:
-    return Batch(
-        seq_len=record.seq_len or 1,
-        micro_batch=record.micro_batch or 0,
-        global_batch=record.global_batch or 1,
-    )
-
-
-def _notes(record: Record, model: ModelShape) -> list[str]:
+def _notes(stored: StoredRun) -> list[str]:
     """What the columns cannot say: uneven parts, other settings, and why a run failed."""
-    parts = _micro_parts(record)
-    words = [record.note, record.tag, f"micro {parts}" if parts else ""]
-    pp = record.pp or 1
-    if 1 < pp <= model.layers and model.layers % pp and record.virtual_stages == 1:
-        stages = stage_layers(model, pp, record.seq_len or 1)
+    spec = stored.spec
+    parts = _micro_parts(spec)
+    words = [spec.note, spec.tag, f"micro {parts}" if parts else ""]
+    layers, pp = spec.model.layers, spec.layout.pp
+    if 1 < pp <= layers and layers % pp and spec.policy.virtual_stages == 1:
+        stages = stage_layers(spec.model, pp, spec.batch.seq_len)
         words.append("stages " + "+".join(str(len(stage)) for stage in stages))
-    words.append(record.unlisted)
-    words.append(f"{record.retries} allocator retries" if record.retries else "")
-    if record.outcome != "ok":
-        words.append(f"{record.outcome}: {record.failure}".rstrip(": "))
+    words.append(stored.unlisted)
+    words.append(f"{stored.retries} allocator retries" if stored.retries else "")
+    if stored.outcome != "ok":
+        words.append(f"{stored.outcome}: {stored.failure}".rstrip(": "))
     return words
 
 
-def _micro_parts(record: Record) -> str:
+def _micro_parts(spec: RunSpec) -> str:
     """'11+11+11+11+4' where the micro batch does not divide the largest share evenly."""
-    if not record.micro_batch:
+    batch = spec.batch
+    if not batch.micro_batch:
         return ""
-    batch = _batch(record)
-    shares = batch.shares(record.dp or 1)
+    shares = batch.shares(spec.layout.dp)
     sizes = batch.micro_sizes(shares[0])
-    if len(set(sizes)) <= 1 and len(set(shares)) == 1 and sizes[:1] == (record.micro_batch,):
+    if len(set(sizes)) <= 1 and len(set(shares)) == 1 and sizes[:1] == (batch.micro_batch,):
         return ""
     if len(sizes) > 6:
         return f"{sizes[0]}+{sizes[1]}+...+{sizes[-1]}"

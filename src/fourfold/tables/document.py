@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.result.record import Record
 from fourfold.spec import catalog
+from fourfold.tables.row import PublishedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ _WORDS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 _PER_NODE = re.compile(r"\)\s*x\s*([0-9]+)\s*GPUs?\b|\b([0-9]+) GPUs per node", re.IGNORECASE)
 
 
-def after(previous: Record, lines: tuple[str, ...]) -> Record:
+def after(previous: PublishedRow, lines: tuple[str, ...]) -> PublishedRow:
     """What the text says of every row of a table below `lines`. Hardware holds until other hardware
     is named; a model's shape and batch belong to the tables right below, and any written line ends
     them."""
@@ -103,7 +103,7 @@ def after(previous: Record, lines: tuple[str, ...]) -> Record:
         for word in pattern.findall(text):
             stated[name] = read(word)
     hardware, per_node = previous.hardware, previous.gpus_per_node
-    return _hardware(Record(hardware=hardware, gpus_per_node=per_node, **stated), text)
+    return _hardware(PublishedRow(hardware=hardware, gpus_per_node=per_node, **stated), text)
 
 
 def _model(lines: tuple[str, ...]) -> str:
@@ -132,7 +132,7 @@ def _devices() -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(patterns)
 
 
-def _hardware(stated: Record, text: str) -> Record:
+def _hardware(stated: PublishedRow, text: str) -> PublishedRow:
     named = [
         (match.end(), device) for device, words in _devices() for match in words.finditer(text)
     ]

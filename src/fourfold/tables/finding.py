@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fourfold.result.record import Record
 from fourfold.tables.document import Table
+from fourfold.tables.row import PublishedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RowCheck:
     fields: tuple[str, ...]  # fields of the row that must be set and not 0
     problems: Callable[..., Iterator[Problem]]  # called with the row and the values of `fields`
 
-    def findings(self, record: Record) -> Iterator[Finding]:
+    def findings(self, record: PublishedRow) -> Iterator[Finding]:
         values = [getattr(record, name) for name in self.fields]
         if all(values) and (not self.styles or record.style in self.styles):
             for problem in self.problems(record, *values):
@@ -46,17 +46,17 @@ class RowCheck:
 class TablesFile:
     """All tables of a file: some rules compare rows of a table, or rows across tables."""
 
-    tables: tuple[tuple[Table, Record], ...]  # each with what the text above it states
-    records: tuple[Record, ...]
-    by_table: dict[tuple[object, ...], list[Record]]
+    tables: tuple[tuple[Table, PublishedRow], ...]  # each with what the text above it states
+    records: tuple[PublishedRow, ...]
+    by_table: dict[tuple[object, ...], list[PublishedRow]]
 
-    def rows_of(self, table: int) -> list[Record]:
+    def rows_of(self, table: int) -> list[PublishedRow]:
         return self.by_table.get((table,), [])
 
 
 FileCheck = Callable[[TablesFile], Iterator[Finding]]
 
 
-def finding(record: Record, rule: str, value: str, expected: str, repair: str) -> Finding:
+def finding(record: PublishedRow, rule: str, value: str, expected: str, repair: str) -> Finding:
     row, table, place = record.line, record.table + 1, record.place
     return Finding(rule, row, table, place, value, expected, repair)

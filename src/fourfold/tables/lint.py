@@ -5,11 +5,11 @@ Every rule compares two things that one table says; a measured speed by itself i
 
 from __future__ import annotations
 
-from fourfold.result.record import grouped
 from fourfold.tables import rules_layout, rules_rates, rules_work
 from fourfold.tables.document import Document
 from fourfold.tables.finding import Finding, TablesFile
 from fourfold.tables.records import records, with_text
+from fourfold.tables.row import grouped
 
 # id -> what must hold. Ids are part of the interface: tools and notes refer to them.
 RULES = {

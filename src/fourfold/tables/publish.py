@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import CONFIG, Record, differing, grouped
 from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.words import OURS
 from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
+from fourfold.tables.row import CONFIG, PublishedRow, differing, grouped
 from fourfold.tables.shape import shape_of
 from fourfold.tables.styles import EQUIVALENCE, MPT, SETTINGS, TOPOLOGY, Column
 from fourfold.units import counted
@@ -23,7 +23,7 @@ from fourfold.units import counted
 STYLE_CONVENTION = {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
 
 
-def publish(records: Iterable[Record], style: str, rule: str) -> Document:
+def publish(records: Iterable[PublishedRow], style: str, rule: str) -> Document:
     """A document that reads back: its own lint finds nothing in it."""
     filled = [derive(record, rule) for record in records]
     blocks: list[Table | Text] = []
@@ -51,7 +51,7 @@ _GROUP = (
     "ffn",
     "vocab",
     "tied",
-    "model_json",
+    "shape",
     "seq_len",
     "hardware",
     "precision",
@@ -60,7 +60,9 @@ _GROUP = (
 _MPT_GROUP = ("hardware", "precision")
 
 
-def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...], list[Record]]]:
+def _newest(
+    group: list[PublishedRow],
+) -> tuple[list[PublishedRow], dict[tuple[object, ...], list[PublishedRow]]]:
     """The newest record of each configuration, and the older ones by configuration."""
     newest, older = [], {}
     for key, same in grouped(group, CONFIG).items():
@@ -75,7 +77,7 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
 _AXES = ("gpus", *AXES, "micro_batch")
 
 
-def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
+def _parted(records: list[PublishedRow]) -> list[tuple[str, list[PublishedRow]]]:
     """Records that would share a cell of a scaling table in tables of their own, with the words
     that tell them apart: '; sharding zero3'. Nothing that was measured is dropped."""
     shared = [cell for cell in grouped(records, _AXES).values() if len(cell) > 1]
@@ -88,7 +90,7 @@ def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
     return parts
 
 
-def _words(record: Record, names: Iterable[str]) -> str:
+def _words(record: PublishedRow, names: Iterable[str]) -> str:
     """'; sharding zero3; compiled': these fields, but for those that say nothing."""
     known = ((name, getattr(record, name)) for name in names)
     return "".join(
@@ -98,7 +100,7 @@ def _words(record: Record, names: Iterable[str]) -> str:
     )
 
 
-def _heading(record: Record, style: str, rule: str) -> str:
+def _heading(record: PublishedRow, style: str, rule: str) -> str:
     """What the columns do not say, in the words that the reader of tables knows."""
     if style == "mpt":
         return f"{record.hardware or 'unknown device'}, {record.precision}; MFU and HFU by {rule}"
@@ -120,14 +122,14 @@ def _heading(record: Record, style: str, rule: str) -> str:
 
 
 def _below(
-    newest: list[Record], older: dict[tuple[object, ...], list[Record]], style: str
+    newest: list[PublishedRow], older: dict[tuple[object, ...], list[PublishedRow]], style: str
 ) -> list[str]:
     lines = []
     # Settings without which two lines could mean the same rows; some are said by the variant too.
     alike = grouped(newest, (*_COMPARABLE, *_AXES, *EXPERT_AXES, "stack")).values()
     telling = [name for name in differing(alike, CONFIG) if name not in ("offload", "equivalence")]
 
-    def speed(record: Record) -> str:
+    def speed(record: PublishedRow) -> str:
         seconds, tflops = figure(record.step_s), figure(record.tflops_gpu)
         return f"{_axes(record)}{_words(record, telling)}, {seconds} s, {tflops} TFLOPs"
 
@@ -149,7 +151,7 @@ def _below(
     return [*(lines or [counted(len(newest), "configuration")]), *_marks(newest)]
 
 
-def _marks(records: list[Record]) -> list[str]:
+def _marks(records: list[PublishedRow]) -> list[str]:
     """One line: how many are of a training, how many of a benchmark and why."""
     found = Counter(record.equivalence for record in records if record.equivalence)
     unsaid = len(records) - found.total()
@@ -159,44 +161,44 @@ def _marks(records: list[Record]) -> list[str]:
 
 
 # Seconds per iteration compare within these.
-_COMPARABLE = ("label", "model_json", "seq_len", "global_batch", "hardware")
+_COMPARABLE = ("label", "shape", "seq_len", "global_batch", "hardware")
 
 
-def _axes(record: Record) -> str:
+def _axes(record: PublishedRow) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
     of_experts = ((axis, getattr(record, axis)) for axis in EXPERT_AXES)
     sizes += "".join(f" {axis}{size}" for axis, size in of_experts if size > 1)
-    engine = f" by {record.stack}" if record.torch and record.stack != OURS else ""
+    engine = f" by {record.stack}" if record.stored and record.stack != OURS else ""
     gpus = f" on {counted(record.gpus, 'GPU')}" if record.gpus else ""
     return f"{sizes} micro batch {record.micro_batch}{gpus}{engine}"
 
 
-def _figure_of(record: Record, style: str) -> str:
+def _figure_of(record: PublishedRow, style: str) -> str:
     value = record.tflops_gpu if style == "scaling" else record.step_s
     return figure(value) if value is not None else published_word(record.outcome)
 
 
-def _mpt(group: list[Record]) -> Table | None:
+def _mpt(group: list[PublishedRow]) -> Table | None:
     order = sorted(group, key=lambda r: (-(r.params or 0), -(r.seq_len or 0), -(r.gpus or 0)))
     return _listed(order, (*MPT, EQUIVALENCE, SETTINGS))
 
 
-def _topology(group: list[Record]) -> Table | None:
+def _topology(group: list[PublishedRow]) -> Table | None:
     known = [record for record in group if record.gpus]
     order = sorted(known, key=lambda r: (r.gpus or 0, r.pp or 0, r.tp or 0, r.micro_batch or 0))
     return _listed(order, TOPOLOGY)
 
 
-def _listed(records: list[Record], columns: tuple[Column, ...]) -> Table | None:
+def _listed(records: list[PublishedRow], columns: tuple[Column, ...]) -> Table | None:
     """One row a record."""
     needed = [column for column in columns if column.needed(records)]
     rows = tuple(TableRow(tuple(column.write(record) for column in needed)) for record in records)
     return Table(tuple(column.heading for column in needed), rows) if records else None
 
 
-def _scaling(group: list[Record]) -> Table | None:
+def _scaling(group: list[PublishedRow]) -> Table | None:
     """Rows (TP, CP, PP, micro batch), columns GPU counts; '-' did not fit or failed."""
-    cells: dict[tuple[int, int, int, int], dict[int, Record]] = {}
+    cells: dict[tuple[int, int, int, int], dict[int, PublishedRow]] = {}
     for record in group:
         if record.gpus and record.tp and record.pp and record.micro_batch is not None:
             layout = (record.tp, record.cp or 1, record.pp, record.micro_batch)
@@ -218,18 +220,18 @@ def _scaling(group: list[Record]) -> Table | None:
     return Table(headings, tuple(rows))
 
 
-def _recency(record: Record) -> tuple[bool, str]:
+def _recency(record: PublishedRow) -> tuple[bool, str]:
     """A repeat that failed does not hide a figure that was measured."""
     return record.outcome == "ok", record.started_at
 
 
-def _scaling_cell(record: Record | None) -> str:
+def _scaling_cell(record: PublishedRow | None) -> str:
     if record is None or record.outcome == "absent":
         return ""
     return figure(record.tflops_gpu) if record.outcome == "ok" else "-"
 
 
-_WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
+_WRITERS: dict[str, Callable[[list[PublishedRow]], Table | None]] = {
     "mpt": _mpt,
     "topology": _topology,
     "scaling": _scaling,
@@ -265,16 +267,16 @@ _PLAIN = (
     "status",
     "note",
     "measured_at",
-    "predicted_s",
 )
 _RENAMED = {"row_id": "run_id", "status": "outcome", "measured_at": "started_at"}
 
 
-def plain_records(records: Iterable[Record], rule: str) -> list[dict[str, object]]:
+def plain_records(records: Iterable[PublishedRow], rule: str) -> list[dict[str, object]]:
     """For other tools: every record, none merged."""
     plain = []
     for record in records:
         full = derive(record, rule)
         row = {key: getattr(full, _RENAMED.get(key, key)) for key in _PLAIN}
-        plain.append(row | {"status": published_word(full.outcome)})
+        predicted_s = full.predicted.step_s if full.predicted else None
+        plain.append(row | {"status": published_word(full.outcome), "predicted_s": predicted_s})
     return plain

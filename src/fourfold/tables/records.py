@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.cost.table.reference import NoteWords
-from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
 from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 from fourfold.tables import cells, styles
 from fourfold.tables.document import Document, Table, TableRow, Text, after, device_id
+from fourfold.tables.row import KINDS, PublishedRow, RowOutcome, Style
 
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
@@ -34,10 +34,10 @@ _TELL_APART = (
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 
-def with_text(document: Document) -> list[tuple[Table, Record]]:
+def with_text(document: Document) -> list[tuple[Table, PublishedRow]]:
     """Every table with what the text above it says of its rows."""
-    stated = Record()
-    tables: list[tuple[Table, Record]] = []
+    stated = PublishedRow()
+    tables: list[tuple[Table, PublishedRow]] = []
     for block in document.blocks:
         if isinstance(block, Text):
             stated = after(stated, block.lines)
@@ -46,8 +46,8 @@ def with_text(document: Document) -> list[tuple[Table, Record]]:
     return tables
 
 
-def records(document: Document) -> list[Record]:
-    rows: list[Record] = []
+def records(document: Document) -> list[PublishedRow]:
+    rows: list[PublishedRow] = []
     for number, (table, stated) in enumerate(with_text(document)):
         style = styles.style_of(table)
         stated = replace(stated, style=style, table=number)
@@ -60,7 +60,7 @@ def records(document: Document) -> list[Record]:
     return _with_gpus(rows)
 
 
-def _row(row: TableRow, fields: tuple[str, ...], stated: Record) -> Record:
+def _row(row: TableRow, fields: tuple[str, ...], stated: PublishedRow) -> PublishedRow:
     """What has no column of its own is as `stated` above the table."""
     texts = {name: text for name, text in zip(fields, row.cells, strict=False) if name}
     values: dict[str, Any] = {"cells": texts, "outcome": _outcome(texts)}
@@ -77,7 +77,7 @@ def _row(row: TableRow, fields: tuple[str, ...], stated: Record) -> Record:
     return replace(record, variant=_variant(record)) if stated.style == "reference" else record
 
 
-def _variant(record: Record) -> str:
+def _variant(record: PublishedRow) -> str:
     """What makes another run in columns of the reference schema that no record has a field for."""
     told = ((name, record.text(name)) for name in _TELL_APART)
     words = (f"{name}={text}" for name, text in told if text not in ("", "0", "natural"))
@@ -153,7 +153,7 @@ def _ended(text: str) -> RowOutcome | None:
     return next((outcome for outcome in WORST_FIRST if outcome == state), None)
 
 
-def _scaling(table: Table, stated: Record) -> list[Record]:
+def _scaling(table: Table, stated: PublishedRow) -> list[PublishedRow]:
     gpus = styles.gpu_columns(table)
     rows = []
     for at, row in enumerate(table.data):
@@ -168,7 +168,7 @@ def _scaling(table: Table, stated: Record) -> list[Record]:
     return rows
 
 
-def _cell(of_row: Record, gpus: int, text: str) -> Record:
+def _cell(of_row: PublishedRow, gpus: int, text: str) -> PublishedRow:
     tflops = cells.number(text)
     outcome = "oom" if cells.state(text) == "dash" else _ended(text) or "absent"
     return replace(
@@ -182,7 +182,7 @@ def _cell(of_row: Record, gpus: int, text: str) -> Record:
     )
 
 
-def _with_gpus(rows: list[Record]) -> list[Record]:
+def _with_gpus(rows: list[PublishedRow]) -> list[PublishedRow]:
     """GPUs of rows that state nodes only: hosts of the size most rows of the file agree on."""
     votes = Counter(
         world // record.nodes
@@ -201,7 +201,7 @@ def _with_gpus(rows: list[Record]) -> list[Record]:
     return filled
 
 
-def axes_world(record: Record) -> int | None:
+def axes_world(record: PublishedRow) -> int | None:
     """dp x tp x cp x pp; axes without a column are 1, but a table without dp or tp says nothing."""
     if record.dp is None or (record.tp is None and record.pp is None):
         return None

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from fourfold.cost.count.params import model_params
-from fourfold.result.record import Record
 from fourfold.spec.engine import GENERIC, engine_of
 from fourfold.tables import cells
 from fourfold.tables.finding import FileCheck, Finding, Problem, RowCheck, TablesFile, finding
 from fourfold.tables.records import axes_world
+from fourfold.tables.row import PublishedRow
 from fourfold.tables.shape import (
     NOTES_SEQ_LEN,
     implied_batches,
@@ -28,7 +28,7 @@ _UNEVEN_MICRO_BATCHES = re.compile(r"\bmicro\s+[0-9]+(?:\+[0-9]+)*")
 _PROXY_LAYERS = re.compile(r"proxy([0-9]+)l\b")
 
 
-def scaling_axes(record: Record, gpus: int) -> Iterator[Problem]:
+def scaling_axes(record: PublishedRow, gpus: int) -> Iterator[Problem]:
     if record.outcome == "ok" and gpus % record.model_ranks:
         yield (
             f"{record.text('tflops_gpu')} on {gpus} GPUs",
@@ -37,7 +37,7 @@ def scaling_axes(record: Record, gpus: int) -> Iterator[Problem]:
         )
 
 
-def gpus_axes(record: Record, gpus: int) -> Iterator[Problem]:
+def gpus_axes(record: PublishedRow, gpus: int) -> Iterator[Problem]:
     if record.outcome == "crashed" and not (record.step_s or record.tflops_gpu or record.mem_gb):
         return  # axes that can't be are why such a row has no result
     world = axes_world(record) if "dp" in record.cells else None
@@ -47,18 +47,18 @@ def gpus_axes(record: Record, gpus: int) -> Iterator[Problem]:
         yield f"{_axes(record)} = {world}", _gpus(record), _axis_fix(record)
 
 
-def _axes(record: Record) -> str:
+def _axes(record: PublishedRow) -> str:
     sizes = (("DP", record.dp), ("TP", record.tp), ("CP", record.cp), ("PP", record.pp))
     return " x ".join(f"{name} {size}" for name, size in sizes if size is not None)
 
 
-def _gpus(record: Record) -> str:
+def _gpus(record: PublishedRow) -> str:
     if "gpus" in record.cells or not record.nodes:
         return f"{record.gpus} GPUs"
     return f"{record.gpus} GPUs ({record.nodes} nodes x {record.gpus_per_node})"
 
 
-def _axis_fix(record: Record) -> str:
+def _axis_fix(record: PublishedRow) -> str:
     """DP first: it is what the other axes leave, and what people forget to change."""
     sizes = {"DP": record.dp, "PP": record.pp, "TP": record.tp, "CP": record.cp}
     gpus = record.gpus or 1
@@ -72,7 +72,7 @@ def _axis_fix(record: Record) -> str:
     return " or ".join(fixes) if fixes else "two axes or the GPU count are wrong"
 
 
-def batch_reach(record: Record, batch: int, dp: int) -> Iterator[Problem]:
+def batch_reach(record: PublishedRow, batch: int, dp: int) -> Iterator[Problem]:
     micro = record.micro_batch or 1
     step = dp * micro
     # The others stop unless dp x micro batch divides the batch.
@@ -87,7 +87,7 @@ def batch_reach(record: Record, batch: int, dp: int) -> Iterator[Problem]:
 
 
 def accumulation(
-    record: Record, batch: int, dp: int, accumulated: int, micro: int
+    record: PublishedRow, batch: int, dp: int, accumulated: int, micro: int
 ) -> Iterator[Problem]:
     """MPT: GradAccum micro batches a rank, the last one smaller if need be (48 = 4 x 11 + 4)."""
     share = -(-batch // dp)
@@ -119,7 +119,7 @@ def batch_heading(file: TablesFile) -> Iterator[Finding]:
                     )
 
 
-def _heading_fix(record: Record, name: str, stated: int) -> str:
+def _heading_fix(record: PublishedRow, name: str, stated: int) -> str:
     """Seconds and TFLOPs know which of the two is right."""
     implied = implied_batches(record) if name == "global_batch" else []
     written = (stated, record.global_batch or stated)
@@ -133,7 +133,7 @@ def _heading_fix(record: Record, name: str, stated: int) -> str:
     return f"{size} {where}: seconds and TFLOPs imply {batch:.0f}"
 
 
-def batch_tokens(record: Record, tokens: int, batch: int, seq_len: int) -> Iterator[Problem]:
+def batch_tokens(record: PublishedRow, tokens: int, batch: int, seq_len: int) -> Iterator[Problem]:
     wanted = batch * seq_len
     if tokens != wanted:
         whole = tokens % seq_len == 0
@@ -141,7 +141,7 @@ def batch_tokens(record: Record, tokens: int, batch: int, seq_len: int) -> Itera
         yield f"{tokens}", f"{batch} x {seq_len} = {wanted}", fix
 
 
-def parameters(record: Record, params: int) -> Iterator[Problem]:
+def parameters(record: PublishedRow, params: int) -> Iterator[Problem]:
     shape, seq_len = shape_of(record), record.seq_len or NOTES_SEQ_LEN
     if shape is None or not shape.vocab_known:
         return
@@ -151,7 +151,7 @@ def parameters(record: Record, params: int) -> Iterator[Problem]:
         yield f"{params} parameters", right, "check model and SeqLen"
 
 
-def size_label(record: Record, label: str) -> Iterator[Problem]:
+def size_label(record: PublishedRow, label: str) -> Iterator[Problem]:
     shape, said = shape_of(record), cells.size_label(label)
     if shape is None or said is None or named_shape(record) or _PROXY_LAYERS.search(label):
         return
@@ -166,7 +166,9 @@ def size_label(record: Record, label: str) -> Iterator[Problem]:
         )
 
 
-def name_against_shape(record: Record, label: str, layers: int, hidden: int) -> Iterator[Problem]:
+def name_against_shape(
+    record: PublishedRow, label: str, layers: int, hidden: int
+) -> Iterator[Problem]:
     """A name of the catalogue, or '...-proxy7l', against the row's own shape columns."""
     proxy, named = _PROXY_LAYERS.search(label), named_shape(record)
     if proxy and int(proxy.group(1)) != layers:
@@ -176,7 +178,7 @@ def name_against_shape(record: Record, label: str, layers: int, hidden: int) -> 
         yield f"{layers} layers of {hidden}", right, "other name or shape"
 
 
-def expert_ranks(record: Record, gpus: int, ep: int, etp: int) -> Iterator[Problem]:
+def expert_ranks(record: PublishedRow, gpus: int, ep: int, etp: int) -> Iterator[Problem]:
     """Experts divide the ranks of a stage once more."""
     stages = record.pp or 1
     spread = stages * ep * etp
@@ -185,7 +187,7 @@ def expert_ranks(record: Record, gpus: int, ep: int, etp: int) -> Iterator[Probl
         yield said, f"PP x EP x ETP = {spread} divides the GPUs", "other GPUs, PP or EP"
 
 
-def experts_divide(record: Record, ep: int, etp: int) -> Iterator[Problem]:
+def experts_divide(record: PublishedRow, ep: int, etp: int) -> Iterator[Problem]:
     """Every rank holds as many experts, or as wide a slice of each."""
     named = named_shape(record)
     experts = record.experts or (named.experts if named else 0)

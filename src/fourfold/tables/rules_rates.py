@@ -6,15 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fourfold.result.record import Record
 from fourfold.tables import cells
 from fourfold.tables.finding import FileCheck, Finding, Problem, RowCheck, TablesFile, finding
+from fourfold.tables.row import PublishedRow
 from fourfold.tables.shape import agree, hardware_ratio, row_work, shape_of
 
 _SPEED_SLACK = 0.001
 
 
-def mpt_rates(record: Record, tokens: float, seq_len: int, gpus: int) -> Iterator[Problem]:
+def mpt_rates(record: PublishedRow, tokens: float, seq_len: int, gpus: int) -> Iterator[Problem]:
     """The published integers are cut off, not rounded: S/s 32 may be 32.99."""
     samples, each = record.samples_s, record.tokens_s_gpu
     if samples is not None and "." not in record.text("samples_s"):
@@ -30,13 +30,13 @@ def mpt_rates(record: Record, tokens: float, seq_len: int, gpus: int) -> Iterato
         yield f"{each:g} T/s/GPU and {tokens:g} T/s", right, repair
 
 
-def _unit(record: Record, name: str) -> float:
+def _unit(record: PublishedRow, name: str) -> float:
     """One step of the last printed digit."""
     return 2 * cells.half_unit(record.text(name))
 
 
 def reference_rate(
-    record: Record, step_s: float, speed: float, gpus: int, batch: int, seq_len: int
+    record: PublishedRow, step_s: float, speed: float, gpus: int, batch: int, seq_len: int
 ) -> Iterator[Problem]:
     tokens = batch * seq_len / gpus
     if record.outcome == "ok" and abs(speed * step_s / tokens - 1) > _SPEED_SLACK:
@@ -45,7 +45,7 @@ def reference_rate(
         yield f"{step_s:g} s and {speed:g} tokens/s/GPU", right, repair
 
 
-def hfu_mfu(record: Record, mfu: float) -> Iterator[Problem]:
+def hfu_mfu(record: PublishedRow, mfu: float) -> Iterator[Problem]:
     shape, hfu = shape_of(record), record.hfu_pct
     ratio = hardware_ratio(shape, record) if shape else None
     if ratio is None or hfu is None:
@@ -61,21 +61,27 @@ def hfu_mfu(record: Record, mfu: float) -> Iterator[Problem]:
         )
 
 
-def swapped_utilisation(record: Record, mfu: float, hfu: float) -> Iterator[Problem]:
+def swapped_utilisation(record: PublishedRow, mfu: float, hfu: float) -> Iterator[Problem]:
     shape = shape_of(record)
     ratio = hardware_ratio(shape, record) if shape else None
     if ratio and hfu < mfu and agree(mfu, hfu * ratio, 0.005):
         yield f"MFU {mfu:g}, HFU {hfu:g}", f"HFU = {ratio:.3g} x MFU", "exchange MFU and HFU"
 
 
-def _exchanged(record: Record, why: str) -> Problem:
+def _exchanged(record: PublishedRow, why: str) -> Problem:
     seconds, tflops = record.text("step_s"), record.text("tflops_gpu")
     right = f"{tflops} s, {seconds} TFLOPs {why}"
     return f"{seconds} s, {tflops} TFLOPs", right, "exchange Sec/it and TFLOPs"
 
 
 def swapped_reference(
-    record: Record, step_s: float, tflops: float, speed: float, gpus: int, batch: int, seq_len: int
+    record: PublishedRow,
+    step_s: float,
+    tflops: float,
+    speed: float,
+    gpus: int,
+    batch: int,
+    seq_len: int,
 ) -> Iterator[Problem]:
     """tokens/s/GPU ties seconds to the batch, so here arithmetic does see it."""
     right = batch * seq_len / gpus / speed
@@ -88,7 +94,7 @@ def swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
     """Seconds x TFLOPs does not change when the two are exchanged, so arithmetic cannot see it: a
     row elsewhere in the file with the same two numbers the other way round can."""
     rows = [record for record in file.records if row_work(record) is not None]
-    seen: dict[tuple[object, float, float], list[Record]] = defaultdict(list)
+    seen: dict[tuple[object, float, float], list[PublishedRow]] = defaultdict(list)
     sums: dict[tuple[object, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for record in rows:
         seen[_model(record), record.step_s or 0, record.tflops_gpu or 0].append(record)
@@ -112,19 +118,19 @@ def swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
             yield finding(record, "swapped-values", *problem)
 
 
-def _model(record: Record) -> tuple[object, ...]:
+def _model(record: PublishedRow) -> tuple[object, ...]:
     """The same run: a twin under other axes would only be a coincidence."""
     axes = (record.dp, record.tp, record.cp, record.pp, record.micro_batch)
     return (record.label, record.gpus, record.global_batch, *axes)
 
 
-def _sum_keys(record: Record) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _sum_keys(record: PublishedRow) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Rows of the same model on as many GPUs, and those of them with the same two numbers."""
     pair = frozenset((record.step_s, record.tflops_gpu))
     return (record.label, record.gpus), (record.label, record.gpus, pair)
 
 
-def _misfit(record: Record, others: list[float]) -> float:
+def _misfit(record: PublishedRow, others: list[float]) -> float:
     """How far seconds and TFLOPs lie from the means of `others` (count and both sums), as a
     ratio."""
     count, seconds, tflops = others

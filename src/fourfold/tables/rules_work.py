@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
-from fourfold.result.record import Record, grouped
 from fourfold.tables.finding import FileCheck, Finding, TablesFile, finding
+from fourfold.tables.row import PublishedRow, grouped
 from fourfold.tables.shape import (
     SLACK,
     Shape,
@@ -44,7 +44,7 @@ def topology_work(file: TablesFile) -> Iterator[Finding]:
             yield from _judge(record, work, usual, record.seq_len or length)
 
 
-def _consensus(group: list[Record], works: list[float], length: int) -> float | None:
+def _consensus(group: list[PublishedRow], works: list[float], length: int) -> float | None:
     """The work that most rows share. Two rows that differ have none unless the shape decides."""
     ordered = sorted(works)
     support = [_near(ordered, work, 2 * SLACK * abs(work)) for work in works]
@@ -63,7 +63,9 @@ def _near(ordered: list[float], value: float, slack: float) -> int:
     return bisect_right(ordered, value + slack) - bisect_left(ordered, value - slack)
 
 
-def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> Iterator[Finding]:
+def _judge(
+    record: PublishedRow, work: float, usual: float | None, seq_len: int
+) -> Iterator[Finding]:
     shape = shape_of(record)
     slack = 2 * SLACK + rounding(record)
     if usual is not None and agree(work, usual, slack):
@@ -86,19 +88,19 @@ def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> It
         yield found or _off(record, work, usual or _likely(record, shape, seq_len))
 
 
-def _names(record: Record, shape: Shape | None, work: float, seq_len: int) -> list[str]:
+def _names(record: PublishedRow, shape: Shape | None, work: float, seq_len: int) -> list[str]:
     """Every convention of the catalogue that explains the row, also when the table states one."""
     return matching(record, shape, work, seq_len, CONVENTIONS) if shape else []
 
 
-def _likely(record: Record, shape: Shape | None, seq_len: int) -> float | None:
+def _likely(record: PublishedRow, shape: Shape | None, seq_len: int) -> float | None:
     if shape is None:
         return None
     rule = record.convention if record.convention in CONVENTIONS else "megatron-recompute"
     return seq_len * flops_per_token(shape, record, rule, seq_len)
 
 
-def _convention(record: Record, stated: str, names: list[str]) -> Finding:
+def _convention(record: PublishedRow, stated: str, names: list[str]) -> Finding:
     likely = ", ".join(names) if names else "no known convention"
     return finding(
         record,
@@ -120,7 +122,7 @@ _MISCOUNTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _miscount(record: Record, work: float, seq_len: int) -> Finding | None:
+def _miscount(record: PublishedRow, work: float, seq_len: int) -> Finding | None:
     """A row of a model with experts whose work a known mistake explains."""
     shape = shape_of(record)
     if shape is None or shape.model.moe is None:
@@ -147,7 +149,7 @@ def _miscount(record: Record, work: float, seq_len: int) -> Finding | None:
     return None
 
 
-def _off(record: Record, work: float, usual: float | None) -> Finding:
+def _off(record: PublishedRow, work: float, usual: float | None) -> Finding:
     ratio = work / usual if usual else None
     value = (
         f"{record.text('tflops_gpu')} TFLOPs x {record.text('step_s')} s x {record.gpus} GPUs / "
@@ -159,7 +161,7 @@ def _off(record: Record, work: float, usual: float | None) -> Finding:
     return finding(record, "work-constant", value, expected, _fixes(record, ratio))
 
 
-def _fixes(record: Record, ratio: float) -> str:
+def _fixes(record: PublishedRow, ratio: float) -> str:
     """Each column that could be the wrong one, with the value that would make the row right."""
     fixes = []
     tflops = (record.tflops_gpu or 0.0) / ratio
@@ -185,7 +187,7 @@ def reference_work(file: TablesFile) -> Iterator[Finding]:
                 yield _reference_finding(record, residual)
 
 
-def _residual(record: Record) -> float | None:
+def _residual(record: PublishedRow) -> float | None:
     rule = ALIASES.get(record.convention, record.convention)
     shape = shape_of(record)
     if record.outcome != "ok" or rule not in CONVENTIONS or shape is None or not record.seq_len:
@@ -196,7 +198,7 @@ def _residual(record: Record) -> float | None:
     return per_token / flops_per_token(shape, record, rule, record.seq_len) - 1
 
 
-def _reference_finding(record: Record, residual: float) -> Finding:
+def _reference_finding(record: PublishedRow, residual: float) -> Finding:
     shape = shape_of(record)
     tflops, speed = record.tflops_gpu or 0.0, record.tokens_s_gpu or 1.0
     seq_len = record.seq_len or 1
@@ -237,7 +239,7 @@ def mpt_work(file: TablesFile) -> Iterator[Finding]:
 
 
 def _mpt_finding(
-    record: Record, shape: Shape, cell: tuple[str, str], tflops: float, right: float
+    record: PublishedRow, shape: Shape, cell: tuple[str, str], tflops: float, right: float
 ) -> Finding:
     seq_len = record.seq_len or 1
     per_token = tflops * 1e12 * (record.gpus or 1) / (record.tokens_s or 1.0)

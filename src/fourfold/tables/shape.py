@@ -16,10 +16,10 @@ from typing import Any
 from fourfold.cost.count.flops import CONVENTIONS, TRIED, FlopsQuery, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
-from fourfold.result.record import Record, model_of
 from fourfold.spec import Layout, Policy, catalog, codec
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.tables import cells
+from fourfold.tables.row import PublishedRow
 
 # BLOOM's padded vocabulary and length, those of all topology notes; used where a table is silent.
 NOTES_VOCAB = 250_880
@@ -49,7 +49,7 @@ class Shape:
     vocab_known: bool
 
 
-def named_shape(record: Record) -> ModelShape | None:
+def named_shape(record: PublishedRow) -> ModelShape | None:
     """The catalogue's shape of the row's name: 'mpt-7b', '7b' in an MPT table, the text's model."""
     known = catalog.model_names()
     names = [record.label.lower(), record.model]
@@ -66,9 +66,9 @@ def _named(name: str) -> ModelShape:
     return catalog.model(name)
 
 
-def shape_of(record: Record) -> Shape | None:
-    if record.model_json:
-        return Shape(model_of(record.model_json), True)
+def shape_of(record: PublishedRow) -> Shape | None:
+    if record.shape:
+        return Shape(record.shape, True)
     if _UNCOUNTED.intersection(record.text("missing").split()):
         return None
     if record.layers and record.hidden:
@@ -78,7 +78,7 @@ def shape_of(record: Record) -> Shape | None:
     return Shape(named, True) if named else None
 
 
-def _built(record: Record) -> ModelShape | None:
+def _built(record: PublishedRow) -> ModelShape | None:
     """None where the row has experts whose sizes nobody says."""
     named = named_shape(record)
     family = record.family or (named.family if named else "gpt")
@@ -110,7 +110,7 @@ def _built(record: Record) -> ModelShape | None:
 _BEYOND = ("head_dim", "experts", "top_k", "moe", "latent", "mtp")
 
 
-def _told(record: Record) -> dict[str, Any]:
+def _told(record: PublishedRow) -> dict[str, Any]:
     """Heads of a size of their own, experts and latent attention, from the reference schema."""
 
     def size(name: str) -> int:
@@ -140,7 +140,7 @@ def _told(record: Record) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value}
 
 
-def _same(named: ModelShape, record: Record, told: dict[str, Any]) -> bool:
+def _same(named: ModelShape, record: PublishedRow, told: dict[str, Any]) -> bool:
     """Whether nothing that the row says contradicts the catalogue's shape."""
     said = {name: getattr(record, name) for name in SHAPE_FIELDS if name != "family"}
     said |= {"experts": record.experts, "top_k": told.get("top_k")}
@@ -167,7 +167,7 @@ def params_range(shape: Shape, seq_len: int) -> tuple[float, float]:
     return float(layers), float(model_params(most, seq_len))
 
 
-def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[float, float]:
+def flops_range(shape: Shape, record: PublishedRow, rule: str, seq_len: int) -> tuple[float, float]:
     """Bounds of the convention's FLOPs per token; equal where the vocabulary is stated."""
     vocabs = (None,) if shape.vocab_known else (_LEAST_VOCAB, _MOST_VOCAB)
     counts = [flops_per_token(shape, record, rule, seq_len, vocab) for vocab in vocabs]
@@ -175,7 +175,7 @@ def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[
 
 
 def flops_per_token(
-    shape: Shape, record: Record, rule: str, seq_len: int, vocab: int | None = None
+    shape: Shape, record: PublishedRow, rule: str, seq_len: int, vocab: int | None = None
 ) -> float:
     """With the assumed vocabulary where none is stated, here or in the table."""
     model = shape.model if vocab is None else dataclasses.replace(shape.model, vocab=vocab)
@@ -184,7 +184,7 @@ def flops_per_token(
     return convention(rule).count(query).printed
 
 
-def hardware_ratio(shape: Shape, record: Record) -> float | None:
+def hardware_ratio(shape: Shape, record: PublishedRow) -> float | None:
     """HFU over MFU in the MPT convention for the row's recompute, None where it is not stated."""
     try:
         policy = Policy(recompute=record.recompute or "none")
@@ -196,7 +196,7 @@ def hardware_ratio(shape: Shape, record: Record) -> float | None:
     return count.hardware / count.model
 
 
-def peak_tflops(record: Record) -> float | None:
+def peak_tflops(record: PublishedRow) -> float | None:
     """The device's dense peak in the row's precision; its largest one where that is unclear."""
     if record.hardware not in catalog.device_names():
         return None
@@ -214,7 +214,7 @@ SLACK = 0.006
 _LENGTHS = tuple(2**power for power in range(9, 18))
 
 
-def row_work(record: Record) -> float | None:
+def row_work(record: PublishedRow) -> float | None:
     """FLOPs of one sequence by the row's own numbers."""
     if record.outcome != "ok" or not (record.step_s and record.tflops_gpu):
         return None
@@ -223,7 +223,7 @@ def row_work(record: Record) -> float | None:
     return record.tflops_gpu * 1e12 * record.step_s * record.gpus / record.global_batch
 
 
-def rounding(record: Record) -> float:
+def rounding(record: PublishedRow) -> float:
     """Relative error that the printed digits allow."""
     share = 0.0
     for name in ("step_s", "tflops_gpu"):
@@ -238,7 +238,7 @@ def agree(one: float, other: float, slack: float) -> bool:
 
 
 def matching(
-    record: Record, shape: Shape, work: float, seq_len: int, rules: Iterable[str] = ()
+    record: PublishedRow, shape: Shape, work: float, seq_len: int, rules: Iterable[str] = ()
 ) -> list[str]:
     """Which of the rules (else: of those tried) explain the row's work exactly, with the assumed
     vocabulary where none is stated."""
@@ -250,11 +250,11 @@ def matching(
     ]
 
 
-def tried(record: Record) -> tuple[str, ...]:
+def tried(record: PublishedRow) -> tuple[str, ...]:
     return (record.convention,) if record.convention in CONVENTIONS else TRIED
 
 
-def possible(record: Record, shape: Shape, work: float, seq_len: int) -> bool:
+def possible(record: PublishedRow, shape: Shape, work: float, seq_len: int) -> bool:
     """Whether any convention, with any usual vocabulary, can explain the row's work."""
     slack = SLACK + rounding(record)
     ranges = (flops_range(shape, record, rule, seq_len) for rule in tried(record))
@@ -262,7 +262,7 @@ def possible(record: Record, shape: Shape, work: float, seq_len: int) -> bool:
     return any(low * (1 - slack) <= per_token <= high * (1 + slack) for low, high in ranges)
 
 
-def common_length(records: Sequence[Record]) -> int:
+def common_length(records: Sequence[PublishedRow]) -> int:
     """Sequence length of tables that never state it: the one that explains most rows."""
     votes = dict.fromkeys(_LENGTHS, 0)
     for record in records:
@@ -277,7 +277,7 @@ def common_length(records: Sequence[Record]) -> int:
     return next(length for length, count in votes.items() if count == best)
 
 
-def implied_batches(record: Record) -> list[float]:
+def implied_batches(record: PublishedRow) -> list[float]:
     """The global batches for which seconds and TFLOPs are right, one for each convention."""
     work, shape = row_work(record), shape_of(record)
     if work is None or shape is None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.cost.count.params import active_params, model_params
-from fourfold.result.record import REFERENCE_COLUMNS, Record, Style
+from fourfold.cost.table.reference import REFERENCE_COLUMNS
 from fourfold.result.report import published_word
 from fourfold.spec import catalog
 from fourfold.spec.words import OURS
 from fourfold.tables import cells
 from fourfold.tables.document import Table
+from fourfold.tables.row import PublishedRow, Style
 from fourfold.tables.shape import shape_of
 
 SHARDING = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "zero0": "NO_SHARD"}
@@ -26,8 +27,8 @@ class Column:
 
     heading: str
     field: str
-    write: Callable[[Record], str]
-    needed: Callable[[Sequence[Record]], bool] = lambda records: True
+    write: Callable[[PublishedRow], str]
+    needed: Callable[[Sequence[PublishedRow]], bool] = lambda records: True
 
 
 def _plain(heading: str, field: str) -> Column:
@@ -36,29 +37,29 @@ def _plain(heading: str, field: str) -> Column:
     )
 
 
-def _if_ok(write: Callable[[Record], str]) -> Callable[[Record], str]:
+def _if_ok(write: Callable[[PublishedRow], str]) -> Callable[[PublishedRow], str]:
     return lambda r: write(r) if r.outcome == "ok" else "-"
 
 
-def _failed(record: Record) -> str:
+def _failed(record: PublishedRow) -> str:
     """A failed run says why in place of its MFU."""
     return {"oom": "OOM", "hung": published_word("hung")}.get(record.outcome, "fail")
 
 
-def _samples(record: Record) -> str:
+def _samples(record: PublishedRow) -> str:
     if not (record.tokens_s and record.seq_len):
         return record.text("samples_s") or "-"
     return record.text("samples_s") or cells.cut(record.tokens_s / record.seq_len)
 
 
-def _model_tflop(record: Record) -> str:
+def _model_tflop(record: PublishedRow) -> str:
     if record.tflops_gpu is None:
         return "-"
     value = record.tflops_gpu / 100
     return f"{value:.6f}" if value >= 0.01 else f"{value:.4g}"
 
 
-def _strategy(record: Record) -> str:
+def _strategy(record: PublishedRow) -> str:
     """The published word for data parallelism; other axes stand behind it."""
     word = SHARDING.get(record.sharding, record.sharding)
     names = {"pp": "pp", "vp": "virtual_stages", "cp": "cp", "tp": "tp", "ep": "ep", "etp": "etp"}
@@ -66,13 +67,13 @@ def _strategy(record: Record) -> str:
     return " ".join([word, *(f"{name}{size}" for name, size in axes if size and size > 1)])
 
 
-def _mfu(record: Record) -> str:
+def _mfu(record: PublishedRow) -> str:
     if record.outcome != "ok":
         return _failed(record)
     return record.text("mfu_pct") or cells.percent(record.mfu_pct)
 
 
-def _precision(record: Record) -> tuple[str, str]:
+def _precision(record: PublishedRow) -> tuple[str, str]:
     if record.style == "reference" and record.precision == "bf16":  # of weights kept in fp32
         word, mode = cells.precision_cells("bf16-mixed")
         return word, "PURE" if "pure" in record.note.split("; ") else mode
@@ -122,14 +123,14 @@ EQUIVALENCE = Column(
 )
 
 
-def _size(record: Record) -> str:
+def _size(record: PublishedRow) -> str:
     shape = shape_of(record)
     if shape is None:
         return record.label
     return cells.size(model_params(shape.model, record.seq_len or 2048))
 
 
-def _active(record: Record) -> str:
+def _active(record: PublishedRow) -> str:
     """Parameters that a token touches, both embeddings with them."""
     shape = shape_of(record) if record.experts else None
     return (
@@ -137,33 +138,33 @@ def _active(record: Record) -> str:
     )
 
 
-def _on_nodes(records: Sequence[Record]) -> bool:
+def _on_nodes(records: Sequence[PublishedRow]) -> bool:
     return any((record.nodes or 1) > 1 for record in records)
 
 
-def _shards_differ(records: Sequence[Record]) -> bool:
+def _shards_differ(records: Sequence[PublishedRow]) -> bool:
     kinds = {record.sharding for record in records}
     return len(kinds) > 1 or not kinds <= {"", "zero1"}
 
 
-def _above_one(field: str) -> Callable[[Sequence[Record]], bool]:
+def _above_one(field: str) -> Callable[[Sequence[PublishedRow]], bool]:
     return lambda records: any((getattr(record, field) or 1) > 1 for record in records)
 
 
-def _seconds(record: Record) -> str:
+def _seconds(record: PublishedRow) -> str:
     if record.outcome == "ok":
         return cells.figure(record.step_s)
     word = published_word(record.outcome)
     return "" if word in ("oom", "absent") else word
 
 
-def _engines_differ(records: Sequence[Record]) -> bool:
+def _engines_differ(records: Sequence[PublishedRow]) -> bool:
     """Or a stored run is another's than ours."""
     stacks = {record.stack for record in records}
-    return len(stacks) > 1 or any(r.torch and r.stack != OURS for r in records)
+    return len(stacks) > 1 or any(r.stored and r.stack != OURS for r in records)
 
 
-def _are_noted(records: Sequence[Record]) -> bool:
+def _are_noted(records: Sequence[PublishedRow]) -> bool:
     """Of stored runs, whose notes have every setting."""
     return all(record.variant in record.note for record in records)
 

@@ -7,10 +7,9 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from fourfold.result.from_run import record_of
 from fourfold.result.quality import flags, straggler, throttles
-from fourfold.result.record import Record
 from fourfold.result.report import RunReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec import Batch, RunSpec, catalog, codec
 from fourfold.spec.policy import running
 from fourfold.spec.words import OURS
@@ -21,7 +20,7 @@ _LISTED = 8
 
 
 def run_facts(report: RunReport) -> dict[str, Any]:
-    spec, summary = report.spec, record_of(report)
+    spec, summary = report.spec, StoredRun.of(report)
     plain: dict[str, Any] = {
         "run_id": spec.run_id,
         "outcome": report.outcome,
@@ -45,15 +44,16 @@ def run_facts(report: RunReport) -> dict[str, Any]:
         plain["predicted"] = codec.encode(report.predicted)
     if report.outcome == "oom":
         plain["post_mortem"] = post_mortem(report)
-    if summary.step_s and summary.tokens_s_gpu:
+    step = summary.step
+    if step and step.step_s and summary.tokens_s_gpu:
         plain |= {
-            "step_s": summary.step_s,
-            "step_s_low": summary.low_s,
-            "step_s_high": summary.high_s,
-            "timed_steps": summary.samples,
+            "step_s": step.step_s,
+            "step_s_low": step.low_s,
+            "step_s_high": step.high_s,
+            "timed_steps": step.samples,
             "window_s": report.window_s,
-            "samples_s": spec.batch.global_batch / summary.step_s,
-            "tokens_s": spec.batch.tokens / summary.step_s,
+            "samples_s": spec.batch.global_batch / step.step_s,
+            "tokens_s": spec.batch.tokens / step.step_s,
             "tokens_s_gpu": summary.tokens_s_gpu,
             "conventions": _utilisation(report, summary.tokens_s_gpu, summary.device),
         }
@@ -62,9 +62,9 @@ def run_facts(report: RunReport) -> dict[str, Any]:
     return plain | _surroundings(report) | _machine(report)
 
 
-def _where(summary: Record) -> dict[str, str]:
+def _where(summary: StoredRun) -> dict[str, str]:
     return {
-        "engine": summary.stack or OURS,
+        "engine": summary.engine or OURS,
         "device": summary.device,
         "torch": summary.torch,
     }

@@ -14,7 +14,7 @@ from fourfold.cost.memory.peak import GIB
 from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored, require_store
-from fourfold.result.record import Record
+from fourfold.result.report import Prediction
 from fourfold.search.running_score import Judged, RunningScore, scores, stored_predictions
 from fourfold.spec import check
 from fourfold.tables.derive import published
@@ -25,6 +25,7 @@ from fourfold.tables.lint import RULES
 from fourfold.tables.lint import lint as findings_of
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
+from fourfold.tables.row import PublishedRow
 from fourfold.tables.styles import style_of, unread
 from fourfold.units import counted
 from fourfold.verbs import Answer
@@ -45,7 +46,7 @@ class Report(Answer):
     style: str
     convention: str
     document: Document
-    records: tuple[Record, ...]
+    records: tuple[PublishedRow, ...]
     stored: tuple[Stored | None, ...]
     scores: tuple[RunningScore, ...]
 
@@ -85,7 +86,9 @@ def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
     document = publish(found, request.style, rule)
     judged = _scores(request, [item for item in stored if item is not None])
     rows = [one for one, item in zip(found, stored, strict=True) if item is None]
-    judged += scores(stored_predictions([one for one in rows if one.outcome in ("ok", "oom")]))
+    judged += scores(
+        [_judged(r, r.predicted) for r in rows if r.predicted and r.outcome in ("ok", "oom")]
+    )
     for score in judged:
         document = with_line(document, str(score))
     return Report(
@@ -116,20 +119,27 @@ def _scores(request: ReportRequest, found: list[Stored]) -> list[RunningScore]:
     newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
     predictions = known.predictions([item.report().spec for item in newest]) if newest else []
     pairs = zip(predictions, newest, strict=True)
-    return scores([Judged(prediction, item.summary) for prediction, item in pairs])
+    return scores([Judged.of(item.summary, prediction) for prediction, item in pairs])
 
 
-def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], list[Stored | None]]:
+def _judged(row: PublishedRow, prediction: Prediction) -> Judged:
+    compared = (row.shape, row.gpus, row.seq_len, row.global_batch, row.precision)
+    return Judged(prediction, row.outcome, row.step_s, row.peak_bytes, compared)
+
+
+def _records(
+    request: ReportRequest, on_event: OnEvent
+) -> tuple[list[PublishedRow], list[Stored | None]]:
     """(rows of every source, the stored run of each). Short trials that only asked whether a run
     fits are no measurements."""
-    found: list[Record] = []
+    found: list[PublishedRow] = []
     seen: list[Stored | None] = []
     if not request.sources:
         require_store(request.runs)
     for source in request.sources or (request.runs,):
         if Path(source).is_dir():
             chosen = chosen_runs(dataclasses.replace(request, runs=source), on_event)
-            stored = [item for item in chosen if request.tag or item.summary.tag != TRIAL_TAG]
+            stored = [item for item in chosen if request.tag or item.summary.spec.tag != TRIAL_TAG]
             seen += stored
             found += [published(item.summary, at) for at, item in enumerate(stored)]
         else:
@@ -144,14 +154,14 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
     return found, seen
 
 
-def _with_bytes(row: Record) -> Record:
+def _with_bytes(row: PublishedRow) -> PublishedRow:
     """A GB of published memory has 2^30 bytes, as allocators count."""
     if row.mem_gb is None or row.peak_bytes is not None:
         return row
     return dataclasses.replace(row, peak_bytes=round(row.mem_gb * GIB))
 
 
-def _predicted(source: str, rows: list[Record]) -> list[Record]:
+def _predicted(source: str, rows: list[PublishedRow]) -> list[PublishedRow]:
     """Rows of the reference schema with what the shipped calibration says of each, where it says
     something."""
     if not rows or any(row.style != "reference" for row in rows):
@@ -164,14 +174,14 @@ def _predicted(source: str, rows: list[Record]) -> list[Record]:
         if at < 0 or not math.isfinite(answers.step_s[at]):
             found.append(row)
             continue
-        said = {
-            "predicted_s": float(answers.step_s[at]),
-            "predicted_low_s": float(answers.low_s[at]),
-            "predicted_high_s": float(answers.high_s[at]),
-            "predicted_bytes": float(answers.mem_gb[at]) * GIB,
-            "predicted_by": f"predicted today, by the calibration {table.calibration}",
-        }
-        found.append(dataclasses.replace(row, **said))
+        predicted = Prediction(
+            step_s=float(answers.step_s[at]),
+            step_s_low=float(answers.low_s[at]),
+            step_s_high=float(answers.high_s[at]),
+            peak_bytes=float(answers.mem_gb[at]) * GIB,
+            basis=f"predicted today, by the calibration {table.calibration}",
+        )
+        found.append(dataclasses.replace(row, predicted=predicted))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress, warnings
 from fourfold.result.files.run_file import RUN_FILE
 from fourfold.result.files.store import Store, Stored
-from fourfold.result.from_run import named_apart
 from fourfold.result.quality import Comparison, compare, differences, stored_spread
-from fourfold.result.record import RUN_FIELDS, Record, short_name
+from fourfold.result.stored_run import Cell, StoredRun, named_apart, short_name
 from fourfold.spec import check, codec
 from fourfold.spec.expression import Expression, parse
 from fourfold.units import counted
@@ -56,15 +56,15 @@ def chosen_runs(request: RunFilter, on_event: OnEvent) -> list[Stored]:
     ]
 
 
-def _is_of(model: str | None, *records: Record) -> bool:
+def _is_of(model: str | None, *runs: StoredRun) -> bool:
     """A model by its own name, or by the one that tells it from others of that name."""
-    return not model or model.lower() in (record.model.lower() for record in records)
+    return not model or model.lower() in (run.model.lower() for run in runs)
 
 
-def _wanted(summary: Record, request: RunFilter, conditions: list[Expression]) -> bool:
+def _wanted(summary: StoredRun, request: RunFilter, conditions: list[Expression]) -> bool:
     if request.outcome and summary.outcome not in request.outcome:
         return False
-    if request.tag is not None and summary.tag != request.tag:
+    if request.tag is not None and summary.spec.tag != request.tag:
         return False
     values = summary.values()
     return all(
@@ -73,16 +73,13 @@ def _wanted(summary: Record, request: RunFilter, conditions: list[Expression]) -
     )
 
 
-def _order(summary: Record, name: str) -> tuple[Any, ...]:
-    value = getattr(summary, name)
+def _order(summary: StoredRun, name: str) -> tuple[Any, ...]:
+    value = summary.row()[name]
     return (value is None, value, summary.run_id, summary.repeat)
 
 
-def _plain(stored: Stored) -> dict[str, Any]:
-    plain = {name: getattr(stored.summary, name) for name in RUN_FIELDS if name != "model_json"}
-    plain["env"] = dict(stored.summary.env)
-    plain["layout"] = stored.summary.layout
-    return {"folder": str(stored.folder), **plain}
+def _plain(stored: Stored) -> dict[str, Cell]:
+    return {"folder": str(stored.folder), **stored.summary.row()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +135,10 @@ def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> 
     spread = None
     if one[-1].summary.device == other[-1].summary.device:
         spread = stored_spread(listed, one[-1].summary.device)
+    repeated = {run.run_id for run in listed if run.repeat}
     reports = {"a": first, "b": second}
     return Differences(
-        names=(short_name(one[-1].summary, listed), short_name(other[-1].summary, listed)),
+        names=(_name(one[-1], repeated), _name(other[-1], repeated)),
         settings=differences(codec.encode(first.spec), codec.encode(second.spec)),
         environment=differences(dict(first.environment), dict(second.environment)),
         result=_results(run_facts(first), run_facts(second)),
@@ -148,6 +146,10 @@ def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> 
         verdict=compare(_times(one), _times(other), spread),
         post_mortem={n: post_mortem(r) for n, r in reports.items() if r.outcome == "oom"},
     )
+
+
+def _name(stored: Stored, repeated: Container[str]) -> str:
+    return short_name(stored.summary.run_id, stored.summary.repeat, repeated)
 
 
 def repeats_of(text: str, known: list[Stored]) -> list[Stored]:

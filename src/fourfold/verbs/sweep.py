@@ -180,6 +180,7 @@ def _ended(done: Done) -> str:
 
 def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, Any]:
     summary, spec = done.stored.summary, one.spec
+    predicted = summary.predicted
     tflops = None
     if summary.tokens_s_gpu:
         tflops = rule.count(FlopsQuery.of_spec(spec)).model * summary.tokens_s_gpu / 1e12
@@ -189,20 +190,20 @@ def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, 
         "run_id": summary.run_id,
         "folder": str(done.stored.folder),
         "resumed": done.resumed,
-        "micro_batch": summary.micro_batch,
+        "micro_batch": summary.spec.batch.micro_batch,
         "step_s": summary.step_s,
-        "step_s_low": summary.low_s,
-        "step_s_high": summary.high_s,
+        "step_s_low": summary.step.low_s if summary.step else None,
+        "step_s_high": summary.step.high_s if summary.step else None,
         "tokens_s_gpu": summary.tokens_s_gpu,
         "tflops_gpu": tflops,
         "flop_rule": rule.id,
         "peak_bytes": summary.peak_bytes,
         "predicted": {
-            "step_s": summary.predicted_s,
-            "step_s_low": summary.predicted_low_s,
-            "step_s_high": summary.predicted_high_s,
-            "peak_bytes": summary.predicted_bytes,
-            "basis": summary.predicted_by,
+            "step_s": predicted.step_s if predicted else None,
+            "step_s_low": predicted.step_s_low if predicted else None,
+            "step_s_high": predicted.step_s_high if predicted else None,
+            "peak_bytes": predicted.peak_bytes if predicted else None,
+            "basis": predicted.basis if predicted else "",
         },
         "reason": why or summary.failure,
     }

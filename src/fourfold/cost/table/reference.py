@@ -20,10 +20,50 @@ from pathlib import Path
 from fourfold import door, files
 from fourfold.cost.scaling import CALLED
 from fourfold.errors import UserError
-from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import check
 from fourfold.spec.layout import EXPERT_AXES
 
+# The columns of the reference schema of measured rows, with the field each is read into ('': none).
+REFERENCE_COLUMNS = {
+    "row_id": "run_id",
+    "source": "",
+    "stack": "stack",
+    "cluster": "",
+    "hardware": "hardware",
+    "gpus_per_node": "gpus_per_node",
+    "family": "family",
+    "model": "label",
+    "n_layers": "layers",
+    "d_model": "hidden",
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "d_ff": "ffn",
+    "vocab": "vocab",
+    "tied": "tied",
+    "seq_len": "seq_len",
+    "n_gpus": "gpus",
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "vpp": "virtual_stages",
+    "dp": "dp",
+    "sharding": "sharding",
+    "sequence_parallel": "sequence_parallel",
+    "mbs": "micro_batch",
+    "gbs": "global_batch",
+    "precision": "precision",
+    "act_ckpt": "recompute",
+    "attention": "attention",
+    "net_gbs": "",
+    "net_node_gbs": "",
+    "step_s": "step_s",
+    "tokens_s_gpu": "tokens_s_gpu",
+    "tflops_gpu": "tflops_gpu",
+    "flop_rule": "convention",
+    "mem_gb": "mem_gb",
+    "status": "status",
+    "note": "note",
+}
 _GROUP = re.compile(
     r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b|ZeRO-3 over (\d+) GPUs|\bshard (\d+), replicate"
 )

@@ -7,6 +7,7 @@ cache's own sum is right. `.work/HOST-PID-TOKEN` holds `owner.json`; both name t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -22,14 +23,14 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError, inside
 from fourfold.result.files.stored import read_stored, seal
-from fourfold.result.from_run import checked
 from fourfold.result.machine import process_born
-from fourfold.result.record import RUN_FIELDS, Record, model_of
 from fourfold.result.report import RunReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec import check, codec
 
 INDEX = ".index.json"
-_VERSION = 3
+_VERSION = 4
+_FIELDS = [field.name for field in dataclasses.fields(StoredRun)]
 _MOST_BYTES = 256 * 2**20  # 150,000 runs
 
 
@@ -56,23 +57,21 @@ class RunIndex:
             self._warn(f"{error}; it is only a cache, runs are read from their own files")
             return {}
         runs = data.get("runs")
-        if data.get("version") != _VERSION or data.get("fields") != list(RUN_FIELDS):
+        if data.get("version") != _VERSION or data.get("fields") != _FIELDS:
             return {}  # of another version
         return runs if isinstance(runs, dict) else {}
 
-    def record(self, name: str, at: list[int]) -> Record | None:
+    def run(self, name: str, at: list[int]) -> StoredRun | None:
         """What is known of the run `name` whose file has the stamp `at`."""
         known = self._known.get(name)
         if not isinstance(known, list) or known[:3] != at or len(known) != 4:
             return None
         with contextlib.suppress(UserError):
-            record = checked(codec.decode(Record, known[3]))
-            model_of(record.model_json)
-            return record
+            return codec.decode(StoredRun, known[3]).checked()
         return None
 
-    def add(self, name: str, at: list[int], record: Record) -> None:
-        self._fresh[name] = [*at, codec.encode(record, sparse=True)]
+    def add(self, name: str, at: list[int], run: StoredRun) -> None:
+        self._fresh[name] = [*at, codec.encode(run, sparse=True)]
 
     def write(self, names: list[str]) -> None:
         """Only what is new is worth a write; a store that can only be read works without."""
@@ -80,7 +79,7 @@ class RunIndex:
             return
         runs = self._known | self._fresh
         listed = {name: runs[name] for name in names if name in runs}
-        data = {"version": _VERSION, "fields": RUN_FIELDS, "runs": listed}
+        data = {"version": _VERSION, "fields": _FIELDS, "runs": listed}
         with contextlib.suppress(UserError):
             content = seal(json.dumps(data, separators=(",", ":")))
             files.write_bytes(self.path, content, own=True)

@@ -22,10 +22,9 @@ from fourfold.errors import UserError, inside, shorten
 from fourfold.escape import one_line
 from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
-from fourfold.result.from_run import record_of
 from fourfold.result.job import LOG_FILES, REPORT_FILE, JobReport
-from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
+from fourfold.result.stored_run import StoredRun
 from fourfold.spec import codec
 from fourfold.units import counted
 
@@ -52,14 +51,14 @@ class Stored:
 
     name: str
     folder: Path
-    summary: Record
+    summary: StoredRun
 
     def report(self) -> RunReport:
         return run_file.read_run_folder(self.folder)
 
 
-def _summary_of(folder: Path) -> Record:
-    return record_of(run_file.read_run_folder(folder), folder.name[:16])
+def _summary_of(folder: Path) -> StoredRun:
+    return StoredRun.of(run_file.read_run_folder(folder), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -133,7 +132,7 @@ class Store:
                     continue
                 raise files.refused(error, target, field="runs", verb="written") from None
             _sync(self.root)
-            return Stored(key.name, target, record_of(report, key.run_id))
+            return Stored(key.name, target, StoredRun.of(report, key.run_id))
         raise AssertionError("repeats are unbounded")
 
     def _free_repeats(self, report: RunReport) -> Iterator[int]:
@@ -215,10 +214,10 @@ class Store:
         index.write(names)
         return runs
 
-    def _summary(self, name: str, index: run_file.RunIndex) -> Record:
+    def _summary(self, name: str, index: run_file.RunIndex) -> StoredRun:
         folder = self.root / name
         at = run_file.stamp(folder / run_file.RUN_FILE) if run_file.is_folder(folder) else []
-        known = index.record(name, at)
+        known = index.run(name, at)
         if known is None or known.run_id != name[:16]:
             known = _summary_of(folder)
             index.add(name, at, known)

@@ -31,10 +31,15 @@ from fourfold.cost.table.cells import (
     numbers,
 )
 from fourfold.cost.table.open_fields import fill_layouts, fill_open, open_fields, open_layouts
-from fourfold.cost.table.reference import INCOMPLETE, SCHEMA, RowTable, note_words
+from fourfold.cost.table.reference import (
+    INCOMPLETE,
+    REFERENCE_COLUMNS,
+    SCHEMA,
+    RowTable,
+    note_words,
+)
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
-from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.search.legal import RULES, Target, case_of
 from fourfold.search.rows.run import Described, described
 from fourfold.spec.cluster import Cluster
