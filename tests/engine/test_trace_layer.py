@@ -12,6 +12,9 @@ import pytest
 
 from fourfold.commands.trace import page
 from fourfold.cost.count.params import layer_params
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.op import of_one
+from fourfold.cost.run import columns_of
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps
 from fourfold.cost.trace.steps import Program, generic_cluster
@@ -24,6 +27,7 @@ from fourfold.engine.trace.layer import count_layer
 from fourfold.output import Output, text_of
 from fourfold.search.legal import require_legal
 from fourfold.spec import catalog
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.trace import Traced
@@ -160,6 +164,37 @@ def test_tensors_have_names_a_reader_knows() -> None:
     assert program.sizes["weights"] == layer_params(catalog.model("llama-3.1-8b")).all // 4 + 6144
     views = [t for row in rows for t in row.tensors if t.how == "view"]
     assert any(t.name == "v" for t in views)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "ranks"),
+    [
+        ("ring", 32, 8, 16),
+        ("allgather", 32, 8, 4),
+        ("ulysses", 32, 8, 8),
+        ("ulysses", 32, 8, 16),
+        ("ulysses", 24, 6, 4),
+    ],
+)
+def test_priced_messages_of_attention_are_the_engines(kind, heads, kv_heads, ranks) -> None:
+    """Whole buffers of a layer, with copies of KV heads that do not come out even; what it keeps
+    follows them."""
+    model = replace(catalog.model("llama-3.1-8b"), heads=heads, kv_heads=kv_heads, head_dim=128)
+    spec = layer_spec(model, TOKENS, Layout(cp=ranks), cp_kind=kind)
+    c = columns_of([spec], cluster=generic_cluster(ranks), engine=engine_of("fourfold"))
+    priced = [op for op in decoder_layer(c, c.micro) if op.axis == "cp"]
+    steps = count_layer(spec, 0).steps
+    turn = [step.name for step in steps].index("gradient")
+    forward = sum(m.bytes for step in steps[:turn] for m in step.messages if m.group == "cp")
+    hops = (ranks - 1) / ranks if kind == "ring" else 1.0  # what goes round a ring is sent whole
+    assert of_one(priced[0].halves * priced[0].bytes) * hops == forward
+    if kind == "ulysses":
+        back = sum(m.bytes for step in steps[turn:] for m in step.messages if m.group == "cp")
+        assert of_one(priced[1].halves * priced[1].bytes) == back
+        cast_weights = 2 * layer_params(model).matmul
+        kept = steps[turn - 1].live_bytes - steps[0].live_bytes - cast_weights
+        forward_ops = (op for op in decoder_layer(c, c.micro) if op.phase == "forward")
+        assert sum(of_one(op.keeps) for op in forward_ops) == pytest.approx(kept, rel=5e-4)
 
 
 def test_rounds_of_a_ring_are_one_step() -> None:

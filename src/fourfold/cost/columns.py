@@ -146,6 +146,14 @@ class Columns:
         return int(self.layers.shape[0])
 
     @property
+    def kv_copies(self) -> Floats:
+        """Ranks to which Ulysses sends each KV head: more than one where they do not come out even,
+        as many as are needed, at most to every query head."""
+        heads, kv_heads = self.heads / self.tp, self.kv_heads / self.tp
+        uneven = np.where(np.mod(self.cp, kv_heads) == 0, self.cp / kv_heads, heads / kv_heads)
+        return np.where(np.mod(kv_heads, self.cp) == 0, 1.0, uneven)
+
+    @property
     def kv_width(self) -> Floats:
         """Columns of the key projection, and of the value projection."""
         return self.width * self.kv_heads / self.heads

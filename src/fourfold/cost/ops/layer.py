@@ -103,10 +103,12 @@ def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
 
 def context(c: Columns, s: Sizes) -> Iterator[Op]:
     """Keys and values of other ranks: passed round a ring, gathered, or exchanged with queries and
-    outputs for whole sequences of fewer heads (Ulysses). Backwards also their gradients."""
-    is_exchange = c.cp_kind == _ULYSSES
-    own = 2.0 * c.act_bytes * s.tokens * (c.kv_width / c.tp + np.where(is_exchange, s.width, 0.0))
-    whole = own * np.where(is_exchange, 1.0, c.cp)
+    outputs for whole sequences of fewer heads (Ulysses), to several ranks where KV heads are few.
+    Backwards also their gradients."""
+    is_exchange, kv_width = c.cp_kind == _ULYSSES, c.kv_width / c.tp
+    exchanged = c.kv_copies * kv_width + c.width / c.tp
+    each = np.where(is_exchange, exchanged, c.cp * kv_width)
+    whole = 2.0 * c.act_bytes * s.tokens * each
     keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=whole)
     yield keys(m=s.micro, again=s.all_again)
     yield keys(m=s.micro, phase="inputs", halves=np.where(is_exchange, 1.0, 2.0))
@@ -136,8 +138,7 @@ def _attended(c: Columns, s: Sizes) -> Floats:
     projected = np.where((c.fused_qkv > 0) | (c.rope < 1), q + 2.0 * kv, kv)
     local = projected + np.where(c.rope > 0, q + kv, 0.0)
     others = np.where(shared & (c.cp_kind == _ALLGATHER), 2.0 * kv * (c.cp - 1.0), 0.0)
-    repeated = np.where(np.mod(c.kv_heads / c.tp, c.cp) == 0, 1.0, c.cp)
-    exchanged = 2.0 * q + 2.0 * kv * repeated
+    exchanged = 2.0 * q + 2.0 * kv * c.kv_copies
     keys = np.where(shared & (c.cp_kind == _ULYSSES), exchanged, local + others)
     sums = s.tokens * 4.0 * c.heads / c.tp
     pairs = np.where(c.attention == _UNFUSED, s.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
