@@ -24,8 +24,10 @@ RUN = {
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, str]:
     folder = tmp_path_factory.mktemp("both")
     runs = str(folder / "runs")
-    (theirs,) = fourfold.bench(RUN, fourfold.BenchRequest(runs=runs, engine=template(folder))).runs
-    (ours,) = fourfold.bench(RUN, fourfold.BenchRequest(runs=runs)).runs
+    (theirs,) = fourfold.bench(
+        RUN, fourfold.BenchRequest(runs=runs, engine=template(folder))
+    ).rows()
+    (ours,) = fourfold.bench(RUN, fourfold.BenchRequest(runs=runs)).rows()
     return theirs, ours, runs
 
 

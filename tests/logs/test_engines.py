@@ -54,7 +54,7 @@ def asked(folder: Path, how: str = "ok", **more: Any) -> dict[str, str]:
 
 
 def bench(folder: Path, how: str = "ok", run: Any = RUN, **more: Any) -> dict[str, Any]:
-    return fourfold.bench(run, fourfold.BenchRequest(**asked(folder, how, **more))).runs[0]
+    return fourfold.bench(run, fourfold.BenchRequest(**asked(folder, how, **more))).rows()[0]
 
 
 def at_work() -> dict[int, str]:

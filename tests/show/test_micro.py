@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fourfold.spec.batch import Batch
-from fourfold.verbs.facts import micro_words
+from fourfold.verbs.run_shown import micro_words
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def show_one(args: Any, show: OnEvent) -> Output:
     """Print one run in full, as 'bench' does."""
     rule = convention(args.convention or DEFAULT).id
     answer = fourfold.show_run(args.run_id, store=args.runs or "runs", on_event=show)
-    return Output.of(answer, lambda: page(answer.facts, rule))
+    return Output.of(answer, lambda: page(answer, rule))
 
 
 @command(*options.of(RunsRequest), examples=_RUNS, actions={"show": show_one})

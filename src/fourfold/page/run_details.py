@@ -29,11 +29,11 @@ from fourfold.spec.engine import engine_of
 from fourfold.spec.sweep import leaves
 from fourfold.spec.words import OURS
 from fourfold.units import bytes_per_s_from
-from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import local_guess, named_cluster
 from fourfold.verbs.question import named_axes
 from fourfold.verbs.report import Report
 from fourfold.verbs.requests import PlanRequest, ReportRequest
+from fourfold.verbs.run_shown import post_mortem
 
 # Of a cluster that is described, not named.
 CLUSTER_FILE, MODEL_FILE = "cluster.toml", "model.toml"

@@ -19,9 +19,9 @@ from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.words import OURS
 from fourfold.verbs import Answer
 from fourfold.verbs.engines import engine_template
-from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest, Start
+from fourfold.verbs.run_shown import RunShown, Trial
 from fourfold.verbs.runs import TRIAL_TAG
 from fourfold.verbs.sites import Submission, campaign_of, engine_predictor, site_of, submission
 
@@ -30,17 +30,17 @@ MOST_TRIALS = 6
 
 @dataclass(frozen=True, slots=True)
 class Benched(Answer):
-    runs: tuple[dict[str, Any], ...]
+    runs: tuple[RunShown, ...]
 
     @property
     def ok(self) -> bool:
-        return all(run["outcome"] == "ok" for run in self.runs)
+        return all(run.run.outcome == "ok" for run in self.runs)
 
     def plain(self) -> dict[str, Any]:
-        return self.runs[0] if len(self.runs) == 1 else {"runs": list(self.runs)}
+        return self.runs[0].plain() if len(self.runs) == 1 else {"runs": self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
-        return list(self.runs)
+        return [run.plain() for run in self.runs]
 
 
 def described(
@@ -84,7 +84,7 @@ def bench(
     return Benched(tuple(done for one in alone for done in _by_one_engine(run, one, on_event)))
 
 
-def _by_one_engine(run: AnyRun, request: BenchRequest, on_event: OnEvent) -> list[dict[str, Any]]:
+def _by_one_engine(run: AnyRun, request: BenchRequest, on_event: OnEvent) -> list[RunShown]:
     campaign, known, spec = _prepared(run, request, on_event)
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec, known)
@@ -94,10 +94,7 @@ def _by_one_engine(run: AnyRun, request: BenchRequest, on_event: OnEvent) -> lis
     else:
         with campaign.queued([spec] * request.repeat):
             stored = [campaign.run_new(spec) for _ in range(request.repeat)]
-    return [
-        run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
-        for one in stored
-    ]
+    return [RunShown.of(run, trials) for run in stored]
 
 
 def asked_engines(request: BenchRequest) -> Sequence[str | None]:
@@ -208,11 +205,11 @@ def predicted_micro_batch(spec: RunSpec, known: Predictor) -> RunSpec:
 
 def choose_micro_batch(
     spec: RunSpec, campaign: Campaign, known: Predictor, on_event: OnEvent
-) -> tuple[RunSpec, list[dict[str, Any]]]:
+) -> tuple[RunSpec, tuple[Trial, ...]]:
     """The spec with its micro batch chosen, and the trials that chose it; they are stored too."""
     sizes = [] if spec.batch.micro_batch else legal_sizes(spec, known)
     if not sizes:
-        return (spec if spec.batch.micro_batch else with_micro(spec, 1)), []
+        return (spec if spec.batch.micro_batch else with_micro(spec, 1)), ()
     guess = _first_guess(spec, sizes, known)
     short = replace(spec, steps=1, warmup=1, settle=False, tag=TRIAL_TAG)
 
@@ -222,7 +219,7 @@ def choose_micro_batch(
         return done.outcome == "ok"
 
     best, trials = largest_fitting(sizes, guess, fits)
-    tried = [{"micro_batch": size, "fits": good} for size, good in trials]
+    tried = tuple(Trial(micro_batch=size, fits=good) for size, good in trials)
     return with_micro(spec, best or sizes[0]), tried
 
 

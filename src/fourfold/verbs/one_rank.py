@@ -40,9 +40,9 @@ from fourfold.spec.run import AnyRun, put_layout
 from fourfold.spec.words import OURS
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of
-from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import read_profile, stage_cluster
 from fourfold.verbs.run_requests import OneRankRequest
+from fourfold.verbs.run_shown import post_mortem
 
 _WARMUP, _STEPS = 2, 3
 _LIMITS = Limits(start_s=1800.0, step_s=900.0)

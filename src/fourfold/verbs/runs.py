@@ -18,8 +18,8 @@ from fourfold.spec import check, codec
 from fourfold.spec.expression import Expression, parse
 from fourfold.units import counted
 from fourfold.verbs import Answer
-from fourfold.verbs.facts import post_mortem, run_facts
 from fourfold.verbs.requests import RunFilter, RunsRequest
+from fourfold.verbs.run_shown import RunShown, post_mortem
 
 # Trials of micro batches are stored like runs, but measure nothing.
 TRIAL_TAG = "auto-trial"
@@ -82,18 +82,10 @@ def _plain(stored: Stored) -> dict[str, Cell]:
     return {"folder": str(stored.folder), **stored.summary.row()}
 
 
-@dataclass(frozen=True, slots=True)
-class RunShown(Answer):
-    facts: dict[str, Any]
-
-    def plain(self) -> dict[str, Any]:
-        return self.facts
-
-
 def show_run(run: str, *, store: str = "runs", on_event: OnEvent = ignore) -> RunShown:
     """The newest repeat of a run: a folder, or the beginning of its id."""
     *_, stored = repeats_of(run, Store(store, warn=warnings(on_event)).runs())
-    return RunShown(run_facts(stored.report()) | {"folder": str(stored.folder)})
+    return RunShown.of(stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +123,8 @@ def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> 
     known = Store(store, warn=warnings(on_event)).runs()
     one, other = repeats_of(a, known), repeats_of(b, known)
     listed = [stored.summary for stored in known]
-    first, second = one[-1].report(), other[-1].report()
+    shown = RunShown.of(one[-1]), RunShown.of(other[-1])
+    first, second = (run.report for run in shown)
     spread = None
     if one[-1].summary.device == other[-1].summary.device:
         spread = stored_spread(listed, one[-1].summary.device)
@@ -141,7 +134,7 @@ def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> 
         names=(_name(one[-1], repeated), _name(other[-1], repeated)),
         settings=differences(codec.encode(first.spec), codec.encode(second.spec)),
         environment=differences(dict(first.environment), dict(second.environment)),
-        result=_results(run_facts(first), run_facts(second)),
+        result=_results(*(run.plain() for run in shown)),
         repeats={"a": len(one), "b": len(other)},
         verdict=compare(_times(one), _times(other), spread),
         post_mortem={n: post_mortem(r) for n, r in reports.items() if r.outcome == "oom"},

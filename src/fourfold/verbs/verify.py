@@ -24,9 +24,9 @@ from fourfold.spec.supported import not_run
 from fourfold.units import counted, show_bytes
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
-from fourfold.verbs.facts import micro_words
 from fourfold.verbs.requests import layout_fields
 from fourfold.verbs.run_requests import VerifyRequest
+from fourfold.verbs.run_shown import micro_words
 from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
 from fourfold.verbs.verify_cases import Wish, describe, families
 
