@@ -53,6 +53,7 @@ ENGINE_MODULES = {
     "fourfold.conformance.ranks",
     "fourfold.cost.count",
     "fourfold.cost.memory.allocator",
+    "fourfold.cost.ops.op",
     "fourfold.cost.step.pipeline",
     "fourfold.cost.schedule",
     "fourfold.cost.trace",

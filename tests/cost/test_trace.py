@@ -14,19 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.trace import advice, symbols
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.op import Op, of_one
+from fourfold.cost.run import columns_of
+from fourfold.cost.trace import advice
 from fourfold.cost.trace.advice import advise
-from fourfold.cost.trace.attention import allgather, ring, ulysses
+from fourfold.cost.trace.divided import PROGRAMS
 from fourfold.cost.trace.layer import layer_spec
-from fourfold.cost.trace.mlp import mlp, mlp2d
-from fourfold.cost.trace.steps import CP_KINDS, Ask, axis_groups, spans
+from fourfold.cost.trace.steps import CP_KINDS, Ask, Kind, axis_groups, spans
 from fourfold.cost.trace.symbols import Symbols, stretched_sizes
-from fourfold.cost.trace.walk import PROGRAMS, StepRow, step_rows, walk
+from fourfold.cost.trace.walk import StepRow, step_rows, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster, stretched
+from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
+from tests.symbolic import value
 
 PUBLISHED_PEAKS_GB = (2.27, 2.68, 3.05, 3.17, 60.65, 60.77, 60.90, 60.90, 61.02, 61.02)
 
@@ -38,18 +43,18 @@ def ask(**changes: object) -> Ask:
     return Ask(**(fields | changes))  # type: ignore[arg-type]
 
 
-def rows(program_of: object, **changes: object) -> tuple[StepRow, ...]:
-    program = program_of(ask(**changes))  # type: ignore[operator]
+def rows(kind: Kind, **changes: object) -> tuple[StepRow, ...]:
+    program = PROGRAMS[kind](ask(**changes))
     return step_rows(program, walk(program), catalog.cluster("nvidia-h100"))
 
 
 def test_ulysses_gives_the_published_peaks() -> None:
-    peaks = [row.peak_bytes / 1e9 for row in rows(ulysses)]
+    peaks = [row.peak_bytes / 1e9 for row in rows("ulysses")]
     assert peaks == pytest.approx(PUBLISHED_PEAKS_GB, abs=0.006)
 
 
 def test_ulysses_gives_the_published_sizes_and_flops() -> None:
-    steps = rows(ulysses)
+    steps = rows("ulysses")
     held = {tensor.name: tensor for tensor in steps[0].tensors}
     assert held["input"].elements == 61_440_000
     assert held["input"].bytes == 122_880_000
@@ -60,7 +65,7 @@ def test_ulysses_gives_the_published_sizes_and_flops() -> None:
 
 
 def test_mlp2d_gives_the_published_sizes() -> None:
-    steps = rows(mlp2d)
+    steps = rows("mlp2d")
     tensors = {tensor.name: tensor for row in steps for tensor in row.tensors}
     four = [tensors[name] for name in ("W1", "W2", "input", "intermediate")]
     assert [tensor.shape for tensor in four] == [
@@ -77,41 +82,41 @@ def test_mlp2d_gives_the_published_sizes() -> None:
 def test_traffic_counts_what_leaves_a_rank() -> None:
     """Ulysses sends 4 x (P-1)/P of a rank's activations, all-gather and ring (P-1) of its KV."""
     part = 122_880_000
-    assert sum(row.comm_bytes for row in rows(ulysses)) == 4 * part * 15 // 16
-    assert sum(row.comm_bytes for row in rows(allgather)) == 2 * part * 15
-    assert sum(row.comm_bytes for row in rows(ring)) == 2 * part * 15
-    by_level = rows(ulysses)[3].comm[0].by_link_bytes
+    assert sum(row.comm_bytes for row in rows("ulysses")) == 4 * part * 15 // 16
+    assert sum(row.comm_bytes for row in rows("allgather")) == 2 * part * 15
+    assert sum(row.comm_bytes for row in rows("ring")) == 2 * part * 15
+    by_level = rows("ulysses")[3].comm[0].by_link_bytes
     assert by_level == {"nvlink": part * 7 // 16, "network": part * 8 // 16}
-    assert all(row.comm_bytes == 0 for row in rows(ring, layout=Layout()))
+    assert all(row.comm_bytes == 0 for row in rows("ring", layout=Layout()))
 
 
 def test_few_kv_heads_are_sent_to_several_ranks() -> None:
-    exchange = rows(ulysses, kv_heads=8)[3]
+    exchange = rows("ulysses", kv_heads=8)[3]
     shapes = {tensor.name: tensor.shape for tensor in exchange.tensors}
     assert shapes["q_heads"] == (60000, 8, 128)
     assert shapes["k_heads"] == (60000, 1, 128)
-    odd = rows(ulysses, heads=96, kv_heads=12, hidden=12288, layout=Layout(tp=8))[3]
+    odd = rows("ulysses", heads=96, kv_heads=12, hidden=12288, layout=Layout(tp=8))[3]
     assert [tensor.shape[1] for tensor in odd.tensors] == [12, 12, 12]
 
 
 @pytest.mark.parametrize(
-    ("program_of", "changes", "words"),
+    ("kind", "changes", "words"),
     [
-        (ulysses, {"layout": Layout(tp=48)}, "ranks=48"),
-        (ulysses, {"heads": 12, "kv_heads": 6, "hidden": 1536, "layout": Layout(tp=8)},
+        ("ulysses", {"layout": Layout(tp=48)}, "ranks=48"),
+        ("ulysses", {"heads": 12, "kv_heads": 6, "hidden": 1536, "layout": Layout(tp=8)},
          "use 2, 3, 4, 6 ranks"),
-        (ulysses, {"tokens": 60001}, "60000 or 60016"),
-        (ring, {"tokens": 60016, "attention": "flash"}, "60000 or 60032"),
-        (allgather, {"heads": 100}, "must divide hidden"),
-        (ulysses, {"kv_heads": 3}, "must divide heads"),
-        (mlp, {}, "mlp2d"),
-        (mlp2d, {"ffn": 53249}, "53248"),
-        (mlp2d, {"layout": Layout(cp=2)}, "use dp = 2"),
+        ("ulysses", {"tokens": 60001}, "60000 or 60016"),
+        ("ring", {"tokens": 60016, "attention": "flash"}, "60000 or 60032"),
+        ("allgather", {"heads": 100}, "must divide hidden"),
+        ("ulysses", {"kv_heads": 3}, "must divide heads"),
+        ("mlp", {}, "mlp2d"),
+        ("mlp2d", {"ffn": 53249}, "53248"),
+        ("mlp2d", {"layout": Layout(cp=2)}, "use dp = 2"),
     ],
 )  # fmt: skip
-def test_refusals_name_a_way_out(program_of: object, changes: dict, words: str) -> None:
+def test_refusals_name_a_way_out(kind: Kind, changes: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        rows(program_of, **changes)
+        rows(kind, **changes)
 
 
 def test_groups_and_spans() -> None:
@@ -141,7 +146,7 @@ def both(spec: RunSpec) -> tuple[dict[str, int], dict[str, int]]:
 
 def named(spec: RunSpec, *dims: str) -> list[str]:
     first, second = both(spec)
-    pairs = [(symbols.whole(dim, first), symbols.whole(dim, second)) for dim in dims]
+    pairs = [(int(value(dim, first)), int(value(dim, second))) for dim in dims]
     return Symbols(first, second).of(pairs)
 
 
@@ -193,11 +198,9 @@ def test_a_symbol_gives_its_number_in_both_counts(kind: str, data: st.DataObject
     texts = ("tokens", "tokens/cp", "tokens/cp/tp", "hidden", "heads/tp", "kv_heads/tp",
              "head_size", "ffn/tp", "2*ffn/tp", "qkv_width", "heads*head_size/tp")  # fmt: skip
     dims = data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=4))
-    pairs = [(symbols.whole(dim, first), symbols.whole(dim, second)) for dim in dims]
+    pairs = [(int(value(dim, first)), int(value(dim, second))) for dim in dims]
     for text, pair in zip(Symbols(first, second).of(pairs), pairs, strict=True):
-        assert (symbols.ratio(text, first), symbols.ratio(text, second)) == pair or text == str(
-            pair[0]
-        )
+        assert (value(text, first), value(text, second)) == pair or text == str(pair[0])
 
 
 def asked(name: str = "llama-3.1-8b", tokens: int = 65536, ranks: int = 8) -> Ask:
@@ -253,6 +256,50 @@ def test_bytes_are_those_of_the_trace(kind: str) -> None:
     forward = sum(row.comm_bytes for row in step_rows(program, walk(program), H100))
     chosen = next(c for c in advise(question, H100).choices if c.kind == kind)
     assert chosen.sent_bytes == (2 if kind == "ulysses" else 3) * forward
+
+
+def priced(kind: str, model: ModelShape, layout: Layout, tokens: int) -> dict[str, Op]:
+    """Forward operations of a layer as a step's price has them, by name."""
+    known = {"cp_kind": kind} if kind in CP_KINDS else {}
+    spec = layer_spec(model, tokens, layout, **known)  # type: ignore[arg-type]
+    if kind == "mlp":  # whole tokens on every rank
+        spec = replace(spec, policy=replace(spec.policy, sequence_parallel=False))
+    c = columns_of([spec], cluster=H100, engine=engine_of("fourfold"))
+    return {op.name: op for op in decoder_layer(c, c.micro) if op.phase == "forward"}
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+@pytest.mark.parametrize(("name", "ranks"), [("llama-3.1-8b", 8), ("llama-3.1-405b", 16)])
+def test_attention_is_traced_as_it_is_priced(kind: Kind, name: str, ranks: int) -> None:
+    question = asked(name, 65536, ranks)
+    ops = priced(kind, catalog.model(name), question.layout, question.tokens)
+    for attention in ("flash", "naive"):
+        program = PROGRAMS[kind](replace(question, attention=attention))
+        traced = {row.name: row for row in step_rows(program, walk(program), H100)}
+        for step, op in (("project", "attention.qkv"), ("output", "attention.out")):
+            assert traced[step].flops_rank == of_one(ops[op].flops), step
+        core = sum(row.flops_rank for row in traced.values()) - of_one(
+            ops["attention.qkv"].flops + ops["attention.out"].flops
+        )
+        square = 1 if attention == "flash" else 2  # without a mask, all of it
+        assert core == square * of_one(ops["attention.core"].flops)
+        sent = of_one(ops["attention.core, keys"].bytes) * (ranks - 1) / ranks
+        assert sum(row.comm_bytes for row in traced.values()) == sent
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mpt-7b"])
+@pytest.mark.parametrize(("kind", "layout"), [("mlp", Layout(tp=4)), ("mlp2d", Layout(tp=4))])
+def test_an_mlp_is_traced_as_it_is_priced(kind: Kind, layout: Layout, name: str) -> None:
+    model, tokens = catalog.model(name), 8192
+    ops = priced(kind, model, layout, tokens)
+    sizes = {"hidden": model.hidden, "ffn": model.ffn, "gated": model.gated}
+    program = PROGRAMS[kind](Ask(tokens=tokens, layout=layout, **sizes))
+    traced = step_rows(program, walk(program), H100)
+    flops = sum(of_one(ops[name].flops) for name in ("mlp.gate_up", "mlp.down"))
+    assert sum(row.flops_rank for row in traced) == flops
+    around = [ops[name] for name in ("mlp.input_comm", "mlp.down, sum")]
+    sent = sum(of_one(op.halves * op.bytes) for op in around) * (layout.tp - 1) / layout.tp
+    assert sum(row.comm_bytes for row in traced) == sent
 
 
 @pytest.mark.parametrize("kind", CP_KINDS)

@@ -15,7 +15,6 @@ from fourfold.cost.count.params import layer_params
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import of_one
 from fourfold.cost.run import columns_of
-from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps
 from fourfold.cost.trace.steps import Program, generic_cluster
 from fourfold.cost.trace.symbols import stretched_sizes
@@ -31,6 +30,7 @@ from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.trace import Traced
+from tests.symbolic import dims, value
 
 TOKENS = 8192
 Steps = tuple[Program, tuple[StepRow, ...]]
@@ -121,10 +121,10 @@ def test_every_symbol_is_its_number(name: str, layout: Layout, kind: str, shardi
     program, rows = trace(spec)
     symbolic = 0
     for tensor in (tensor for row in rows for tensor in row.tensors):
-        dims = [dim for dim in tensor.symbolic.strip("[]").split(", ") if dim]
-        assert symbols.shape(dims, program.sizes) == tensor.shape
+        printed = dims(tensor.symbolic)
+        assert tuple(value(dim, program.sizes) for dim in printed) == tensor.shape
         assert prod(tensor.shape) == tensor.elements
-        symbolic += not all(dim.isdecimal() for dim in dims)
+        symbolic += not all(dim.isdecimal() for dim in printed)
     listed = sum(len(row.tensors) for row in rows)
     assert symbolic >= 0.97 * listed
     peaks = [row.peak_bytes for row in rows]

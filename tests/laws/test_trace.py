@@ -7,15 +7,15 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.commands.trace import page
-from fourfold.cost.trace import symbols
-from fourfold.cost.trace.attention import allgather, ring, ulysses
-from fourfold.cost.trace.mlp import mlp, mlp2d
+from fourfold.cost.trace.divided import PROGRAMS
 from fourfold.cost.trace.steps import CP_KINDS, WORKSPACE_BYTES, Ask, Program
+from fourfold.cost.trace.symbols import Size
 from fourfold.cost.trace.walk import StepRow, step_rows, walk
 from fourfold.output import Output, text_of
 from fourfold.spec import catalog
@@ -23,8 +23,7 @@ from fourfold.spec.cluster import stretched
 from fourfold.spec.layout import Layout
 from fourfold.verbs.trace import Traced
 from tests.sampling import examples
-
-PROGRAMS = {"ulysses": ulysses, "allgather": allgather, "ring": ring, "mlp": mlp, "mlp2d": mlp2d}
+from tests.symbolic import dims, value
 
 
 @st.composite
@@ -57,10 +56,9 @@ def trace(kind: str, ask: Ask) -> tuple[Program, tuple[StepRow, ...]]:
     return program, step_rows(program, walk(program), cluster)
 
 
-def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fraction:
-    """How a printed symbolic shape says its count changes, read from the text alone."""
-    names = [dim.strip() for dim in dims.strip("[]").split(",")]
-    return prod((symbols.ratio(d, new) / symbols.ratio(d, old) for d in names), start=Fraction(1))
+def expected_ratio(shape: str, old: dict[str, int], new: dict[str, int]) -> Fraction:
+    """How a printed symbolic shape says its count changes."""
+    return prod((value(dim, new) / value(dim, old) for dim in dims(shape)), start=Fraction(1))
 
 
 @settings(max_examples=examples(60))
@@ -184,10 +182,23 @@ def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     assert place == len(lines)
 
 
+SIZE_NAMES = ("tokens", "ffn", "heads", "head_size", "ranks", "tp")
+
+
 @settings(max_examples=examples(60))
-@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
-def test_a_size_is_its_product(one: int, other: int, factor: int) -> None:
-    sizes = {"tokens": one * other, "ranks": other}
-    assert symbols.whole(f"{factor}*tokens/ranks", sizes) == factor * one
-    with pytest.raises(AssertionError):
-        symbols.words("tokens + ranks")
+@given(
+    st.dictionaries(st.sampled_from(SIZE_NAMES), st.integers(1, 1000), min_size=2),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_a_size_prints_what_gives_its_number(
+    sizes: dict[str, int], factor: int, data: st.DataObject
+) -> None:
+    first, *others = data.draw(st.permutations(sorted(sizes)))
+    size = factor * Size(sizes[first], first)
+    for name in others:
+        operand = Size(sizes[name], name)
+        size = size / operand if data.draw(st.booleans()) else operand * size
+    every = sizes | {"hidden": sizes.get("heads", 1) * sizes.get("head_size", 1)}
+    assert float(value(str(size), every)) == pytest.approx(float(size), rel=1e-12)
+    assert type(np.ones(2) * size) is type(size * np.ones(2)) is np.ndarray

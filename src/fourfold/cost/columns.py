@@ -146,6 +146,11 @@ class Columns:
         return int(self.layers.shape[0])
 
     @property
+    def head_size(self) -> Floats:
+        """Numbers of a head's queries, and of its keys."""
+        return self.width / self.heads
+
+    @property
     def kv_copies(self) -> Floats:
         """Ranks to which Ulysses sends each KV head: more than one where they do not come out even,
         as many as are needed, at most to every query head."""

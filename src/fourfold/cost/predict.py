@@ -292,10 +292,6 @@ def _dp_s(c: Columns, op: Op) -> Any:
 
 def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
     shape = (of_one(op.m), of_one(op.n), of_one(op.k)) if op.kind.endswith("product") else ()
-    flops = 2.0 * float(np.prod(shape)) * of_one(op.groups) if shape else 0.0
-    if op.kind == "attention":  # the causal half of two products, and of four backwards
-        square = 4.0 * op.m * (c.seq / c.cp) * (c.core_width / c.tp) * c.reach
-        flops = of_one(square) / (2.0 if op.phase == "forward" else 1.0)
     copies = sent_copies(c) if op.axis == "ep" else 1.0
     return OpRow(
         name=op.name,
@@ -305,7 +301,7 @@ def _row(c: Columns, op: Op, part: str, count: float, seconds: float) -> OpRow:
         part=part,
         shape=shape,
         times=count * of_one(op.share * op.times),
-        flops=flops,
+        flops=of_one(op.flops),
         bytes=of_one(op.bytes * op.halves * copies),
         keeps=0.0,
         alone_s=count * seconds,

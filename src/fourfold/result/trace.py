@@ -15,7 +15,7 @@ from fourfold.errors import UserError
 from fourfold.spec import RunSpec, check
 
 How = Literal["new", "copied", "received", "view"]
-Op = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]
+MessageOp = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class TensorCount:
 class MessageCount:
     """`bytes` of the whole buffer: what is gathered, exchanged, summed or sent."""
 
-    op: Op
+    op: MessageOp
     group: str
     bytes: int
 

@@ -308,6 +308,14 @@ def _layer_runs(model: ModelShape) -> tuple[LayerRun, ...]:
     )
 
 
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """Return to how many ranks Ulysses sends each KV head: more than one where they do not deal out
+    evenly, as many as are needed, at most to every query head."""
+    if kv_heads % ranks == 0:
+        return 1
+    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+
+
 def shape_of(model: object) -> Any:
     """Return the shape of an answer about a model, such as that of `fourfold.model`; a name, a
     table or a shape as it is."""

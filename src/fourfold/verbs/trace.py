@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.cost.trace.advice import KindAdvice, advise
+from fourfold.cost.trace.divided import PROGRAMS
 from fourfold.cost.trace.layer import layer_program, layer_spec, layer_steps, payload_bytes
 from fourfold.cost.trace.steps import (
     CP_KINDS,
@@ -17,7 +18,7 @@ from fourfold.cost.trace.steps import (
     Program,
     generic_cluster,
 )
-from fourfold.cost.trace.walk import PROGRAMS, StepRow, step_rows, walk
+from fourfold.cost.trace.walk import StepRow, step_rows, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.local import answers

@@ -89,8 +89,9 @@ def _most(c: Columns, ops: list[Op], *, is_split: bool) -> Floats:
     weights and keeps inputs and gradients of its products."""
     most = live = given = np.zeros(())
     for op in reversed(ops):
-        stays = is_split and op.kind.endswith("product")
-        weights = 0.0 if is_split else op.n * op.k * op.groups * c.act_bytes
+        is_product = op.kind.endswith("product")
+        stays = is_split and is_product
+        weights = op.n * op.k * op.groups * c.act_bytes if is_product and not is_split else 0.0
         gives = op.share * op.gives
         most = np.maximum(most, live + gives + op.share * (op.holds + weights))
         live = live + gives + op.share * weights

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.ops.op import NONE, Kind, Op, Phase, Sizes
+from fourfold.cost.ops.op import NONE, Kind, Op, Part, Phase, Sizes, Tensor
 from fourfold.spec.words import DTYPES
 
 _FP8 = DTYPES.index("fp8")
@@ -29,6 +29,9 @@ def linear(
     keeps: Floats = NONE,
     parts: Floats | float = 1.0,
     narrow: bool = True,
+    writes: tuple[Tensor, ...] = (),
+    reads: tuple[str | Part, ...] = (),
+    function: str = "",
 ) -> Iterator[Op]:
     """`parts`: matrices that engines may hold apart."""
     apart = np.where(c.fused_qkv > 0, 1.0, parts)
@@ -42,6 +45,9 @@ def linear(
         habit="kept_hidden" if name in _BLOCK_INPUTS else "",
         gives=s.each * ins,
         holds=_casting(c, s, outs / apart, ins),
+        writes=writes,
+        reads=reads,
+        function=function,
     )
     yield product(phase="inputs", m=s.tokens, n=ins, k=outs)
     yield product(phase="weights", m=ins, n=outs, k=s.tokens)
@@ -98,7 +104,18 @@ def gathered(c: Columns, s: Sizes, name: str, again: Floats) -> Iterator[Op]:
     kept = np.where(s.parted, s.tokens * c.hidden * c.saved_bytes, 0.0)
     holds = np.where(s.parted, s.copied, -between)
     yield _tp(
-        s, name, "forward", often, again, keeps=kept, habit="gathered", gives=between, holds=holds
+        s,
+        name,
+        "forward",
+        often,
+        again,
+        keeps=kept,
+        habit="gathered",
+        gives=between,
+        holds=holds,
+        writes=(Tensor("input", (s.tokens, c.hidden)),),
+        reads=("input_part",),
+        function="all-gather",
     )
     yield _tp(s, name, "inputs", 2.0 - often)
     yield _tp(s, name, "weights", 0.5 * often)
@@ -108,7 +125,18 @@ def summed(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
     """Outputs are summed over tp, or scattered, and their gradients gathered."""
     often = np.where(c.sp > 0, 1.0, 0.0)
     whole = np.where(s.parted, s.message, 0.0)
-    yield _tp(s, name, "forward", 2.0 - often, s.all_again, gives=whole, holds=s.copied)
+    yield _tp(
+        s,
+        name,
+        "forward",
+        2.0 - often,
+        s.all_again,
+        gives=whole,
+        holds=s.copied,
+        writes=(Tensor("output", (s.tokens / c.split, c.hidden)),),
+        reads=("partial",),
+        function="reduce-scatter" if np.all(c.sp > 0) else "all-reduce",
+    )
     yield _tp(s, name, "inputs", often)
 
 

@@ -4,7 +4,7 @@ after Korthikanti et al. (arXiv 2205.05198, table 2), or counted of our kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.ops.blocks import block_input, gathered, linear, norm, passes, residual, summed
 from fourfold.cost.ops.experts import experts, shared_out
-from fourfold.cost.ops.op import Op, Sizes
+from fourfold.cost.ops.op import NONE, Op, Sizes, Tensor
+from fourfold.cost.ops.sequence import exchanged_bytes
 from fourfold.cost.ops.weights import casts, weights
 from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
@@ -44,15 +45,30 @@ def feed_forward(c: Columns, micro: Floats) -> Iterator[Op]:
 LAYER = (mixer, feed_forward)
 
 
-def attention(c: Columns, s: Sizes) -> Iterator[Op]:
+def whole_core(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Yield what travels for attention as one message, and its kernels as one."""
+    yield from context(c, s)
+    yield from core(c, s)
+
+
+def attention(
+    c: Columns,
+    s: Sizes,
+    attend: Callable[[Columns, Sizes], Iterable[Op]] = whole_core,
+) -> Iterator[Op]:
+    """Yield x + attention(norm(x)); `attend`: from projections to what heads have mixed, as a step
+    is priced or, forward, in every detail (cost/ops/sequence.py)."""
     yield from norm(c, s, "attention_norm", s.norm_again)
     yield from gathered(c, s, "attention.input_comm", s.all_again)
     yield from projections(c, s)
     yield from rotate(c, s)
-    yield from context(c, s)
-    yield from core(c, s)
+    mixed = "out"
+    for op in attend(c, s):
+        yield op
+        mixed = op.writes[-1].name if op.writes else mixed
+    out = {"writes": (Tensor("output", (s.tokens, c.hidden)),), "reads": (mixed, "O")}
     kept = cast_input(c, s)
-    yield from linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=kept)
+    yield from linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=kept, **out)
     yield from summed(c, s, "attention.out, sum")
     yield from residual(c, s, "attention.out, add")
 
@@ -60,7 +76,19 @@ def attention(c: Columns, s: Sizes) -> Iterator[Op]:
 def projections(c: Columns, s: Sizes) -> Iterator[Op]:
     """Queries, keys and values: of the hidden state, or of latents, the ways down to which are
     whole on every tensor rank."""
-    qkv = linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s))
+    heads, kv_heads, size = c.heads / c.tp, c.kv_heads / c.tp, c.head_size
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    qkv = linear(
+        c,
+        s,
+        "attention.qkv",
+        s.qkv,
+        c.hidden,
+        s.all_again,
+        keeps=block_input(c, s),
+        writes=tuple(Tensor(name, (s.tokens, count, size)) for name, count in counts.items()),
+        reads=("input", "Q", "K", "V"),
+    )
     if not np.any(c.latent > 0):
         yield from qkv
         return
@@ -105,27 +133,25 @@ def context(c: Columns, s: Sizes) -> Iterator[Op]:
     """Keys and values of other ranks: passed round a ring, gathered, or exchanged with queries and
     outputs for whole sequences of fewer heads (Ulysses), to several ranks where KV heads are few.
     Backwards also their gradients."""
-    is_exchange, kv_width = c.cp_kind == _ULYSSES, c.kv_width / c.tp
-    exchanged = c.kv_copies * kv_width + c.width / c.tp
-    each = np.where(is_exchange, exchanged, c.cp * kv_width)
-    whole = 2.0 * c.act_bytes * s.tokens * each
+    whole = NONE
+    for index, kind in enumerate(CP_KINDS):
+        is_kind = (c.cp > 1) & (c.cp_kind == index)
+        if np.any(is_kind):
+            whole = np.where(is_kind, exchanged_bytes(c, s, kind), whole)
     keys = partial(Op, name="attention.core, keys", kind="collective", axis="cp", bytes=whole)
+    halves = np.where(c.cp_kind == _ULYSSES, 1.0, 2.0)
     yield keys(m=s.micro, again=s.all_again)
-    yield keys(m=s.micro, phase="inputs", halves=np.where(is_exchange, 1.0, 2.0))
+    yield keys(m=s.micro, phase="inputs", halves=halves)
 
 
 def core(c: Columns, s: Sizes) -> Iterator[Op]:
     """Scores, softmax and their product with values; it keeps all of these but what is made again,
     and the output."""
-    yield Op(
-        name="attention.core",
-        kind="attention",
-        m=s.micro,
-        again=s.core_again,
-        keeps=_attended(c, s),
-        gives=s.each * (s.width + 2.0 * s.kv),
-    )
-    yield Op(name="attention.core", kind="attention", phase="inputs", m=s.micro)
+    queries = c.seq / c.cp * (c.core_width / c.tp)
+    both = partial(Op, name="attention.core", kind="attention", m=s.micro, n=queries, k=c.reach)
+    gives = s.each * (s.width + 2.0 * s.kv)
+    yield both(again=s.core_again, keeps=_attended(c, s), gives=gives)
+    yield both(phase="inputs")
 
 
 def _attended(c: Columns, s: Sizes) -> Floats:
@@ -183,12 +209,26 @@ def routed_mlp(c: Columns, s: Sizes) -> Iterator[Op]:
 
 
 def mlp(c: Columns, s: Sizes) -> Iterator[Op]:
-    up = {"keeps": block_input(c, s), "parts": 1.0 + c.gated}
+    rows = (s.tokens, s.ffn)
+    gate = (Tensor("up", rows),) if np.any(c.gated > 0) else ()
+    up = {
+        "keeps": block_input(c, s),
+        "parts": 1.0 + c.gated,
+        "writes": (Tensor("intermediate", rows), *gate),
+        "reads": ("input", "W1", *(["W3"] if gate else [])),
+        "function": "act",
+    }
+    down = {
+        "writes": (Tensor("partial", (s.tokens, c.hidden)),),
+        "reads": ("intermediate", "W2"),
+    }
     yield from norm(c, s, "mlp_norm", s.norm_again)
     yield from gathered(c, s, "mlp.input_comm", s.up_again)
     yield from linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up)
     yield from activation(c, s)
-    yield from linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s))
+    yield from linear(
+        c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s), **down
+    )
     yield from summed(c, s, "mlp.down, sum")
     yield from residual(c, s, "mlp.down, add")
 
@@ -206,6 +246,8 @@ def activation(c: Columns, s: Sizes) -> Iterator[Op]:
         again=s.norm_again,
         keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate,
         gives=wide,
+        reads=("intermediate", "up") if np.any(c.gated > 0) else (),
+        function="*=",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,9 +17,11 @@ Kind = Literal[
     "elementwise",
     "cast",
     "copy",
+    "view",
     "collective",
     "send",
     "host",
+    "held",
 ]
 # A product's backward pass is two: gradients of its inputs and of its weights.
 Phase = Literal["forward", "inputs", "weights", "update"]
@@ -29,15 +31,47 @@ _FP8 = DTYPES.index("fp8")
 EAGER = 1.5
 NONE: Any = np.float64(0.0)  # a number is a column of all runs
 _ONE: Any = np.float64(1.0)
+Dim = Any  # a column of runs, or a number, which may know its symbol (cost/trace/symbols.py)
+_Count = TypeVar("_Count", int, Floats)
+
+
+class Tensor(NamedTuple):
+    """A tensor that an operation writes on one rank. `wide`: in fp32 at least; `brief`: gone when
+    the operation is over."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    wide: bool = False
+    brief: bool = False
+
+
+class Part(NamedTuple):
+    """A part of a tensor, as an operation reads it: one of the tensors that are stacked in it, the
+    early or the late half of its tokens, or all of it with rows and columns exchanged."""
+
+    name: str
+    index: int | None = None
+    half: Literal["", "early", "late"] = ""
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else f"[{self.index}]"
+        return f"{self.half} {self.name}{index}{'^T' if self.transposed else ''}".lstrip()
 
 
 class Op(NamedTuple):
-    """`m, n, k`: of a product; of attention `m` is the sequences. `bytes`: read and written by a
-    kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how many gathers or
-    scatters it is worth (an all-reduce: 2). `again`: the share of layers whose backward pass does
-    it once more, `share` of those that have it at all. `groups`: products of a grouped one.
+    """`m, n, k`: of a product; of attention `m` is the sequences, `n` the numbers of a sequence's
+    queries, `k` the keys that a query looks at, with those behind the causal mask. `bytes`: read
+    and written by a kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how
+    many gathers or scatters it is worth (an all-reduce: 2). `again`: the share of layers whose
+    backward pass does it once more, `share` of those that have it at all. `groups`: products of a
+    grouped one.
     `counted`: 1 where bytes are those of our kernels, 0 where they are the usual ones of an engine.
     `narrow`: in the precision that was asked for, else in 16 bits.
+
+    What a trace prints and runs: the tensors that the operation `writes` and `reads` (a product its
+    input, then a matrix for each tensor it writes) and the `function` that it is, such as
+    all-gather; of a product, the function of its first output.
 
     Bytes of memory stand with the forward pass: `keeps` until its backward pass is over (`habit`:
     the coefficient of engines that keep more or less of it); there it `gives` a gradient of its
@@ -63,6 +97,19 @@ class Op(NamedTuple):
     habit: str = ""
     gives: Floats = NONE
     holds: Floats = NONE
+    writes: tuple[Tensor, ...] = ()
+    reads: tuple[str | Part, ...] = ()
+    function: str = ""
+
+    @property
+    def flops(self) -> Floats:
+        return flops(self.kind, self.phase, self.groups * self.m * self.n * self.k)
+
+
+def flops(kind: Kind, phase: Phase, multiply_adds: _Count) -> _Count:
+    """Return the FLOPs of products: two per multiply-add; of attention's the half of two products
+    that a causal mask leaves, and backward of four."""
+    return multiply_adds * (4 if kind == "attention" and phase != "forward" else 2)
 
 
 def of_one(column: Any) -> float:

@@ -15,8 +15,9 @@ from fourfold.cost.fit import coefficients
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import machine_facts
 from fourfold.cost.step.estimate import layer_times
+from fourfold.cost.trace.divided import PROGRAMS
 from fourfold.cost.trace.steps import CP_KINDS, Ask
-from fourfold.cost.trace.walk import PROGRAMS, step_rows, walk
+from fourfold.cost.trace.walk import step_rows, walk
 from fourfold.errors import UserError
 from fourfold.spec import words
 from fourfold.spec.cluster import Cluster

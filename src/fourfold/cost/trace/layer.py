@@ -11,13 +11,12 @@ from fourfold.cost.trace.steps import (
     Program,
     axis_groups,
     expert_axis_groups,
-    kv_copies,
 )
 from fourfold.cost.trace.symbols import Symbols, bracketed, stretched_sizes
 from fourfold.result.trace import LayerTrace, StepCount, TensorCount
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, kv_copies
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.supported import not_run

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from fourfold.cost.trace.operations import Operation
+from fourfold.cost.ops.op import Op
 from fourfold.errors import UserError
 from fourfold.spec import catalog, check, words
 from fourfold.spec.cluster import Cluster, stretched
@@ -59,7 +59,7 @@ class Step:
     """`frees` and `moves` end names by hand; `times` repeats the step and leaves memory alone."""
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: tuple[Op, ...]
     note: str = ""
     frees: tuple[str, ...] = ()
     moves: tuple[tuple[str, str], ...] = ()
@@ -67,12 +67,23 @@ class Step:
 
     @property
     def formula(self) -> str:
-        done = "; ".join(filter(None, (operation.formula for operation in self.operations)))
+        done = "; ".join(filter(None, map(formula, self.operations)))
         return f"{done} ({self.note})" if done and self.note else done or self.note
 
 
-def step(name: str, *operations: Operation, note: str = "", frees: tuple[str, ...] = ()) -> Step:
-    return Step(name, operations, note, frees)
+def formula(op: Op) -> str:
+    """Return an operation as it is printed; nothing of what exists from the start."""
+    inputs, outputs = [str(tensor) for tensor in op.reads], [tensor.name for tensor in op.writes]
+    if op.function == "hold":
+        return ""
+    if op.function in ("+=", "*="):
+        return f"{inputs[0]} {op.function} {inputs[1]}"
+    if op.kind.endswith("product"):
+        result = f"{inputs[0]} x {inputs[1]}"
+        result = f"{op.function}({result})" if op.function else result
+    else:
+        result = f"{op.function.replace('-', '_')}({', '.join(inputs)})"
+    return f"{', '.join(outputs)} = {result}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +142,6 @@ def divided(field: str, value: int, parts: int, why: str) -> None:
         raise UserError(
             f"must be a multiple of {parts} ({why})", field=field, value=value, hint=f"use {near}"
         )
-
-
-def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often a KV head is sent when they do not deal out evenly: just enough, at most to every
-    query head."""
-    if kv_heads % ranks == 0:
-        return 1
-    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
 
 
 def check_ulysses(heads: int, ranks: int) -> None:

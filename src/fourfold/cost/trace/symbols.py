@@ -1,66 +1,108 @@
-"""Symbolic sizes ('2*ffn/tp') as numbers, and numbers as symbols: a layer is counted twice, with
-other sizes the second time, and a dimension is the symbol that gives both of its numbers."""
+"""Symbolic sizes. Of the kinds of traces that are lists of operations, a size knows what it is made
+of. Of a layer that a dry run counts, numbers are given symbols: it is counted twice, with other
+sizes the second time, and a dimension is the symbol that gives both of its numbers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
+from math import prod
 from typing import Any
 
 from fourfold.spec.run import RunSpec
 
-_WORD = re.compile(r"([*/]?)([a-z_]+|[0-9]+)")
+# In the order in which they are printed.
+_ORDER = (
+    "tokens",
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "kv_copies",
+    "head_size",
+    "ranks",
+    "dp",
+    "tp",
+)
+
+
+class Size(float):
+    """A size that knows what it is a product of: `Size(4096, "tokens") / Size(2, "ranks")` is 2,048
+    and prints as tokens/ranks. Beside arrays it is a number."""
+
+    def __new__(cls, value: float, name: str = "") -> Size:
+        size = super().__new__(cls, value)
+        size.powers = {name: 1} if name else {}
+        size.factor = 1.0
+        return size
+
+    powers: dict[str, int]
+    factor: float
+
+    def __mul__(self, other: Any) -> Any:
+        return self._product(float(self) * other, other, 1) if _is_number(other) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return (
+            self._product(float(self) / other, other, -1) if _is_number(other) else NotImplemented
+        )
+
+    def _product(self, value: float, other: float, sign: int) -> Size:
+        size = Size(value)
+        theirs = other if isinstance(other, Size) else Size(1.0)
+        names = dict.fromkeys((*self.powers, *theirs.powers))
+        powers = {n: self.powers.get(n, 0) + sign * theirs.powers.get(n, 0) for n in names}
+        size.powers = {name: power for name, power in powers.items() if power}
+        size.factor = self.factor * (theirs.factor if isinstance(other, Size) else other) ** sign
+        return size
+
+    def __str__(self) -> str:
+        """Heads times their size are the hidden size of these layers."""
+        powers = dict(self.powers)
+        if powers.get("heads") == powers.get("head_size") == 1:
+            powers = powers | {"heads": 0, "head_size": 0, "hidden": 1}
+        above = [name for name in _ORDER if powers.get(name) == 1]
+        below = [name for name in _ORDER if powers.get(name) == -1]
+        if self.factor > 1 or not above:
+            above.insert(0, f"{self.factor:g}")
+        elif self.factor < 1:
+            below.append(f"{1 / self.factor:g}")
+        return "/".join(["*".join(above), *below])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int)
+
+
 # By what the sizes of the second count are larger: primes that no layout divides by.
 _STRETCH = {"tokens": 11, "hidden": 13, "ffn": 17, "head_size": 19}
 _HEADS = 23
 _BETWEEN = "tokens/cp/tp"
 # What is divided over which axes: weights over all ranks that hold the same; half of a head is
 # turned, a rank's tokens are two chunks, gate and up are side by side.
-_CUTS = {
-    "head_size": ("", "/2"),
-    "tokens": ("", "/cp", "/cp/tp", "/cp/2"),
-    "hidden": ("", "/dp/cp"),
-    "ffn": ("", "/tp", "/tp/dp/cp"),
-    "2*ffn": ("", "/tp", "/tp/dp/cp"),
-    "heads*head_size": ("", "/tp"),
-    "kv_heads*head_size": ("", "/tp"),
-    "qkv_width": ("", "/dp/cp"),
-    "cp": ("",),
-    "tp": ("",),
-    "heads": ("", "/tp", "/tp/cp"),
-    "kv_heads": ("", "/tp", "/tp/cp"),
-    "kv_heads*kv_copies": ("", "/tp", "/tp/cp"),
-    "weights": ("", "/dp/cp"),
+_Cut = tuple[str | int, ...]
+_OVER_TP: tuple[_Cut, ...] = ((), ("tp",))
+_OVER_RANKS: tuple[_Cut, ...] = ((), ("dp", "cp"))
+_HEADS_CUTS: tuple[_Cut, ...] = ((), ("tp",), ("tp", "cp"))
+_CUTS: dict[_Cut, tuple[_Cut, ...]] = {
+    ("head_size",): ((), (2,)),
+    ("tokens",): ((), ("cp",), ("cp", "tp"), ("cp", 2)),
+    ("hidden",): _OVER_RANKS,
+    ("ffn",): (*_OVER_TP, ("tp", "dp", "cp")),
+    (2, "ffn"): (*_OVER_TP, ("tp", "dp", "cp")),
+    ("heads", "head_size"): _OVER_TP,
+    ("kv_heads", "head_size"): _OVER_TP,
+    ("qkv_width",): _OVER_RANKS,
+    ("cp",): ((),),
+    ("tp",): ((),),
+    ("heads",): _HEADS_CUTS,
+    ("kv_heads",): _HEADS_CUTS,
+    ("kv_heads", "kv_copies"): _HEADS_CUTS,
+    ("weights",): _OVER_RANKS,
 }
-
-
-def ratio(size: str, sizes: Mapping[str, int]) -> Fraction:
-    """The exact value of a size."""
-    value = Fraction(1)
-    for sign, word in words(size):
-        number = int(word) if word.isdecimal() else sizes[word]
-        value = value / number if sign == "/" else value * number
-    return value
-
-
-def whole(size: str, sizes: Mapping[str, int]) -> int:
-    """The value of a size that must come out whole: the builders of steps refuse the rest."""
-    value = ratio(size, sizes)
-    assert value.denominator == 1, f"{size} = {value} is not whole"
-    return value.numerator
-
-
-def words(size: str) -> list[tuple[str, str]]:
-    """(sign, word) in order; an assert for our own misspelt sizes."""
-    pairs = _WORD.findall(size)
-    assert "".join(sign + word for sign, word in pairs) == size, size
-    return pairs
-
-
-def shape(dims: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(whole(dim, sizes) for dim in dims)
 
 
 def bracketed(items: Iterable[object]) -> str:
@@ -91,9 +133,10 @@ class Symbols:
     """Sizes by what gives them in both counts, the simplest first."""
 
     def __init__(self, sizes: Mapping[str, int], other: Mapping[str, int]) -> None:
-        self.by_numbers: dict[tuple[Any, Any], list[str]] = {}
-        for text in _expressions(sizes):
-            both = ratio(text, sizes), ratio(text, other)
+        self.by_numbers: dict[tuple[float, float], list[str]] = {}
+        for above, below in _expressions(sizes):
+            both = _value(above, below, sizes), _value(above, below, other)
+            text = "/".join(["*".join(map(str, above)), *map(str, below)])
             self.by_numbers.setdefault(both, []).append(text)
 
     def of(self, dims: Sequence[tuple[int, int]]) -> list[str]:
@@ -111,11 +154,20 @@ class Symbols:
         return taken[::-1]
 
 
-def _expressions(sizes: Mapping[str, int]) -> Iterator[str]:
-    for name, cuts in _CUTS.items():
-        known = all(word in sizes or word.isdecimal() for word in name.split("*"))
+def _value(above: _Cut, below: _Cut, sizes: Mapping[str, int]) -> float:
+    numbers = [
+        [part if isinstance(part, int) else sizes[part] for part in parts]
+        for parts in (above, below)
+    ]
+    return prod(numbers[0]) / prod(numbers[1])
+
+
+def _expressions(sizes: Mapping[str, int]) -> Iterator[tuple[_Cut, _Cut]]:
+    """Yield products of sizes and what they are divided by."""
+    for above, cuts in _CUTS.items():
+        known = all(part in sizes or isinstance(part, int) for part in above)
         # A pair of tensors is more often 2 than a group of two ranks is.
-        if known and not (name in ("cp", "tp") and sizes[name] == 2):
-            yield from (f"{name}{cut}" for cut in cuts)
+        if known and not (above in (("cp",), ("tp",)) and sizes[str(above[0])] == 2):
+            yield from ((above, cut) for cut in cuts)
     # All-gathered keys up to one of a rank's two chunks.
-    yield from (f"{chunks}*tokens/cp/2" for chunks in range(3, 2 * sizes["cp"]))
+    yield from (((chunks, "tokens"), ("cp", 2)) for chunks in range(3, 2 * sizes["cp"]))

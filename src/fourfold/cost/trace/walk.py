@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any, cast
 
-from fourfold.cost.trace import attention, mlp, symbols
-from fourfold.cost.trace.operations import Communication, Operation, TensorOutput
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, AxisGroups, Kind, Program, Step
-from fourfold.result.trace import MessageCount, Op, StepCount, TensorCount
+from fourfold.cost.ops.op import Op, Tensor, flops, of_one
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, AxisGroups, Program, Step
+from fourfold.cost.trace.symbols import bracketed
+from fourfold.result.trace import How, MessageCount, MessageOp, StepCount, TensorCount
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES, Dtype
 
-# The steps of a kind; refuses with a UserError what cannot be divided so.
-PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
-    "ulysses": attention.ulysses,
-    "allgather": attention.allgather,
-    "ring": attention.ring,
-    "mlp": mlp.mlp,
-    "mlp2d": mlp.mlp2d,
+_HOW: dict[str, How] = {
+    "copy": "copied",
+    "view": "view",
+    "collective": "received",
+    "send": "received",
 }
 
 
@@ -33,13 +32,14 @@ def walk(program: Program) -> tuple[StepCount, ...]:
 def _walked(step: Step, program: Program, held: dict[str, TensorCount]) -> StepCount:
     """A tensor that replaces another of its name is written before that is let go."""
     done = StepCount(step.name, step.formula, step.times)
-    for operation in step.operations:
-        made = [_tensor(output, operation, program) for output in operation.outputs]
-        read = [held[tensor.name] for tensor in operation.inputs]
-        done.flops += operation.flops(made, read)
-        if isinstance(operation, Communication):
-            size = operation.buffer_bytes(made, read)
-            done.messages += (MessageCount(operation.op, program.groups[0].name, size),)
+    for op in step.operations:
+        made = [_tensor(output, op, program) for output in op.writes]
+        done.flops += _flops(op)
+        if op.axis:
+            (source,) = op.reads
+            size = max(made[0].bytes, held[str(source)].bytes)
+            message = cast(MessageOp, op.function)
+            done.messages += (MessageCount(message, program.groups[0].name, size),)
         for tensor in made:
             done.tensors += (tensor,)
             if tensor.how != "view":
@@ -54,14 +54,26 @@ def _walked(step: Step, program: Program, held: dict[str, TensorCount]) -> StepC
     return done
 
 
-def _tensor(output: TensorOutput, operation: Operation, program: Program) -> TensorCount:
-    """Return a tensor in numbers; sums of attention are fp32 or wider."""
+def _flops(op: Op) -> int:
+    """Return the FLOPs of one rank, in whole numbers of any size."""
+    m, n, k, groups = (_exact(size) for size in (op.m, op.n, op.k, op.groups))
+    return flops(op.kind, op.phase, m * n * k * groups)
+
+
+def _exact(size: Any) -> int:
+    number = of_one(size)
+    assert number.is_integer(), f"{size} = {number} is not whole"
+    return int(number)
+
+
+def _tensor(output: Tensor, op: Op, program: Program) -> TensorCount:
+    """Return a tensor in numbers."""
     wide: Dtype = "fp64" if program.dtype == "fp64" else "fp32"
-    dtype = wide if output.name.endswith(("_fp32", "lse")) else program.dtype
-    shape = symbols.shape(output.dims, program.sizes)
+    dtype = wide if output.wide else program.dtype
+    shape = tuple(map(_exact, output.dims))
     size = prod(shape) * int(DTYPE_BYTES[dtype])
-    symbolic = symbols.bracketed(output.dims)
-    return TensorCount(output.name, shape, dtype, operation.how, size, symbolic=symbolic)
+    how = _HOW.get(op.kind, "new")
+    return TensorCount(output.name, shape, dtype, how, size, symbolic=bracketed(output.dims))
 
 
 def _bytes(held: dict[str, TensorCount]) -> int:
@@ -72,7 +84,7 @@ def _bytes(held: dict[str, TensorCount]) -> int:
 class Message:
     """Bytes one rank sends, and over which links."""
 
-    op: Op
+    op: MessageOp
     group: str
     bytes: int
     by_link_bytes: dict[str, int]
@@ -136,7 +148,9 @@ def step_rows(
     return tuple(made)
 
 
-def _message(op: Op, whole_bytes: int, group: AxisGroups, cluster: Cluster, rank: int) -> Message:
+def _message(
+    op: MessageOp, whole_bytes: int, group: AxisGroups, cluster: Cluster, rank: int
+) -> Message:
     """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
     n = group.size
     if n == 1:
@@ -148,7 +162,9 @@ def _message(op: Op, whole_bytes: int, group: AxisGroups, cluster: Cluster, rank
     return Message(op, group.name, sent, _by_level(op, sent, group, cluster, rank))
 
 
-def _by_level(op: Op, sent: int, group: AxisGroups, cluster: Cluster, rank: int) -> dict[str, int]:
+def _by_level(
+    op: MessageOp, sent: int, group: AxisGroups, cluster: Cluster, rank: int
+) -> dict[str, int]:
     """An all-to-all sends each peer the same, over whatever link reaches it. The others go round
     a ring, which runs at the pace of its slowest hop: all bytes are put down to that level."""
     if sent == 0:

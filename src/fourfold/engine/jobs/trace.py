@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.trace.operations import AttentionCore
+from fourfold.cost.trace.divided import PROGRAMS
 from fourfold.cost.trace.steps import Ask
 from fourfold.cost.trace.symbols import stretched_sizes
-from fourfold.cost.trace.walk import PROGRAMS, walk
+from fourfold.cost.trace.walk import walk
 from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.clock import synchronize
@@ -100,7 +100,7 @@ def _list(task: Task, device: torch.device) -> tuple[list[StepMeasure], list[str
         expected.append({"live bytes": row.live_bytes})
         if group.size > 1:  # alone, the exchange is still called, but nothing leaves the rank
             expected[-1]["payload bytes"] = row.times * sum(m.bytes for m in row.messages)
-        if not any(isinstance(operation, AttentionCore) for operation in step.operations):
+        if not any(op.kind == "attention" for op in step.operations):
             # a masked kernel is counted as the whole square
             expected[-1]["FLOPs"] = row.times * row.flops
     wrong_tensors: list[str] = []

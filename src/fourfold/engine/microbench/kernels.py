@@ -14,6 +14,7 @@ from fourfold.engine.parallel.blocks import Span
 from fourfold.engine.parallel.context import span_of, spans_of
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.layers import LayerKind
+from fourfold.spec.model import kv_copies
 from fourfold.spec.run import RunSpec
 
 Part = Literal["attention", "mlp", "head"]
@@ -198,9 +199,7 @@ def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[Attend
     value = latent.v if plain and latent is not None else model.head_size
     if group.size == 1 or kind == "ulysses":
         # Fewer KV heads than ranks are repeated just enough (UlyssesCore).
-        if kv_heads % group.size:
-            whole = group.size % kv_heads == 0
-            kv_heads *= group.size // kv_heads if whole else heads // kv_heads
+        kv_heads *= kv_copies(heads, kv_heads, group.size)
         heads, kv_heads = heads // group.size, kv_heads // group.size
         spans, is_block = [Span((0, seq_len), (0, seq_len), True)], False
     else:

@@ -13,6 +13,7 @@ from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, make_tables
 from fourfold.engine.parallel.blocks import BlockGradients, JoinedBlocks, Span, cut
 from fourfold.engine.parallel.groups import Group, TwoWay, World, gathered, start_exchange, wait
+from fourfold.spec.model import kv_copies
 from fourfold.spec.run import RunSpec
 
 
@@ -217,9 +218,9 @@ class UlyssesCore(_GroupCore):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         ranks, heads, kv_heads = self.group.size, q.shape[1], k.shape[1]
         kv = torch.stack([k, v])
-        if kv_heads % ranks:
-            times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
-            kv = kv.repeat_interleave(times, dim=2)
+        copies = kv_copies(heads, kv_heads, ranks)
+        if copies > 1:
+            kv = kv.repeat_interleave(copies, dim=2)
         q = split_and_join(q, self.group, 1, 2)
         kv = split_and_join(kv, self.group, 2, 3)
         tables = self._whole(tables, q.shape[2], heads // ranks)

@@ -14,7 +14,7 @@ from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.operators import OPS, is_attention, is_collective
-from fourfold.result.trace import How, MessageCount, Op, StepCount, TensorCount
+from fourfold.result.trace import How, MessageCount, MessageOp, StepCount, TensorCount
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COPIES = (
@@ -215,4 +215,4 @@ def _message(axis: str, op: str, size: int, args: tuple[Any, ...]) -> MessageCou
     splits = next((each for each in args if isinstance(each, list)), [])  # plain or functional
     if op == "all-to-all" and sum(rows > 0 for rows in splits) == 1:
         op = "send"
-    return MessageCount(cast(Op, op), axis, size)
+    return MessageCount(cast(MessageOp, op), axis, size)
