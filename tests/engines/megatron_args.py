@@ -225,6 +225,8 @@ def main() -> None:
     asks: dict[str, tuple[str, dict[str, Any]]] = {}
     answers = []
     reader = configured if "--whole" in sys.argv else answer
+    if reader is configured:
+        reuse_parser()
     for case in json.load(sys.stdin):
         try:
             answers.append(reader(case) | {"standins": STANDINS})

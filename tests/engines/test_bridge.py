@@ -284,6 +284,7 @@ def compare(setups: list[Setup], folder: Path) -> tuple[set[str], str]:
     return left, verdict("megatron-bridge", len(setups), by, answers, unproved)
 
 
+@pytest.mark.timeout(3000)  # to import its recipes is a minute's work, of a busy machine ten
 @pytest.mark.parametrize("count", [28, pytest.param(200, marks=pytest.mark.slow)])
 def test_recipes_with_overrides_pass_its_own_checks(count: int, tmp_path: Path, capsys) -> None:
     models = tuple(catalog.model(name) for name in RECIPES)

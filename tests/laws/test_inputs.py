@@ -92,6 +92,7 @@ def check(words: list[str]) -> None:
     assert not told or code in (1, 2), (words, err)
 
 
+LONG = pytest.mark.timeout(3 * 3600)  # all examples are thousands of commands
 many = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -172,6 +173,7 @@ def file_cases(draw) -> tuple[list[str], str, bytes]:
 ALL = {file: text.encode() for file, text in FILES.items()}
 
 
+@LONG
 @settings(many, max_examples=examples(3300))
 @given(command_lines())
 def test_any_command_line_is_answered(words):
@@ -179,6 +181,7 @@ def test_any_command_line_is_answered(words):
         check(words)
 
 
+@LONG
 @settings(many, max_examples=examples(3700))
 @given(file_cases())
 def test_any_file_is_answered(case):
@@ -195,6 +198,7 @@ def either(draw) -> tuple[list[str], dict[str, bytes]]:
     return words, {file: content}
 
 
+@LONG
 @settings(many, max_examples=examples(350))
 @given(either())
 def test_processes_of_their_own_answer_too(case):
@@ -209,7 +213,6 @@ def in_a_process(words: list[str], files: dict[str, bytes]) -> None:
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=120,
         )
     assert done.returncode in (0, 1, 2), (words, done.stderr)
     assert b"Traceback" not in done.stderr, words
