@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fourfold.cost.memory import allocator
 from fourfold.cost.memory.allocator import (
     MIB,
+    RETURN_CACHE,
     AllocatorPeaks,
     CachingAllocator,
     OutOfMemoryError,
@@ -236,3 +237,17 @@ def test_limit_that_was_enough_changes_nothing(expandable, steps) -> None:
     limited = replay(events, expandable_segments=expandable, limit_bytes=free.reserved_bytes)
     assert limited == free
     assert free.reserved_bytes >= free.allocated_bytes
+
+
+@BOTH
+def test_returned_cache_is_reserved_no_longer(expandable) -> None:
+    """Of two segments of 40 MiB the free one goes back, and the other keeps its pages."""
+    events = [
+        StorageEvent(0, 40 * MIB),
+        StorageEvent(1, 40 * MIB),
+        StorageEvent(0, 40 * MIB, is_free=True),
+        RETURN_CACHE,
+        StorageEvent(2, 20 * MIB),
+    ]
+    peaks = replay(events, begin=4, expandable_segments=expandable)
+    assert peaks.reserved_bytes == 60 * MIB

@@ -195,3 +195,16 @@ def test_sharded_rank_holds_its_quarter(fake) -> None:
     assert kinds(count)["workspace"] == 64 * 2**20
     assert kinds(count)["parameters"] == quarter
     assert count.reserved_bytes.segments >= count.allocated_bytes.segments
+
+
+def test_fake_tensors_on_meta_have_no_storage() -> None:
+    with tensors(True), StorageLedger(HERE) as ledger:
+        torch.zeros_like(torch.empty(1024), device="meta")
+    assert [event.bytes for event in ledger.history] == [4096, 4096]  # birth and death of the first
+
+
+def test_lines_are_those_of_every_folder_of_the_engine() -> None:
+    with StorageLedger(HERE / "elsewhere", HERE) as ledger:
+        kept = torch.empty(1024)
+    assert kept.numel() == 1024
+    assert ledger.records[0].place.line.startswith("engine/test_history.py:")

@@ -16,11 +16,12 @@ import fourfold
 from fourfold.cost.memory.allocator import rounded
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import FOLDER, engine_of
 from fourfold.spec.run import run_of
 from tests.engines.sampled import environment
 
 NAME, GIB = "torchtitan-0.2", 2**30
+ADAPTER = Path(FOLDER) / "torchtitan" / "adapter_memory_02.py"
 HIDDEN, FFN, VOCAB, KV, LAYERS, TOKENS = 64, 176, 512, 32, 4, 64
 
 
@@ -67,7 +68,12 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     cases["cpu"] = cases["dp"] | {"operators": "cpu"}
     cases["real"] = cases["dp"] | {"operators": "cpu", "is_fake": False}
     done = subprocess.run(
-        [environment(NAME), Path(__file__).with_name("titan_memory.py")],
+        [
+            environment(NAME),
+            Path(__file__).with_name("rank_memory.py"),
+            ADAPTER,
+            "torchtitan.train",
+        ],
         input=json.dumps(list(cases.values())),
         capture_output=True,
         text=True,

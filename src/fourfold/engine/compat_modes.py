@@ -34,6 +34,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+def is_meta(tensor: Any) -> bool:
+    """Whether a tensor has no storage even where it is not fake."""
+    return (tensor.fake_device if is_fake(tensor) else tensor.device).type == "meta"
+
+
 def fake_device(func: Any, tensor: Any) -> torch.device | None:
     """What `prim::device` says of a fake tensor outside of a kernel, and no mode is asked."""
     is_asked = func is torch.ops.prim.device.default and is_fake(tensor)

@@ -104,18 +104,6 @@ class AllocatorFits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemoryRequest:
-    """One rank of another engine's job, by the arguments that the engine is started with; `folder`
-    has the files that they name. `limit_bytes`: what the allocator may reserve."""
-
-    rank: int
-    world: int
-    folder: str
-    arguments: tuple[str, ...]
-    limit_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetting:
     """A setting by the engine's own name for it, and a value as the engine writes it."""
 
@@ -142,6 +130,20 @@ class EngineJob:
     global_batch: int
     settings: dict[str, EngineSetting] = field(default_factory=dict)
     uncounted: tuple[tuple[EngineSetting, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemoryRequest:
+    """One rank of another engine's job, by the arguments that the engine is started with, or, where
+    a user's script would start it, by the `job`; `folder` has the files of both. `limit_bytes`:
+    what the allocator may reserve."""
+
+    rank: int
+    world: int
+    folder: str
+    arguments: tuple[str, ...]
+    limit_bytes: int | None = None
+    job: EngineJob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

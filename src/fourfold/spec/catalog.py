@@ -135,13 +135,10 @@ def open_model(table: dict[str, Any], field: str, text: str) -> None:
 def _hub_model(name: str) -> ModelShape:
     """Of a name on a Hugging Face hub, which is never asked: what was downloaded here before, or
     the preset of the same name."""
-    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    folder = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    pattern = os.path.join(glob.escape(folder), f"models--{name.replace('/', '--')}", "snapshots")
-    found = glob.glob(os.path.join(pattern, "*", "config.json"))
+    downloaded = _downloaded(name)
     last = name.rpartition("/")[2]
-    if found:
-        return replace(_model_file(max(found, key=os.path.getmtime)), name=last)
+    if downloaded:
+        return replace(_model_file(downloaded), name=last)
     if last.lower() in model_names():
         return model(last)
     import difflib  # 10 ms, only paid on an error
@@ -153,6 +150,37 @@ def _hub_model(name: str) -> ModelShape:
     raise UserError("is no file and no downloaded model here", field="model", value=name, hint=hint)
 
 
+def _downloaded(name: str) -> str:
+    """Return the newest config.json that was downloaded of a name on a hub; '' where none was."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    pattern = os.path.join(glob.escape(folder), f"models--{name.replace('/', '--')}", "snapshots")
+    paths = glob.glob(os.path.join(pattern, "*", "config.json"))
+    return max(paths, key=os.path.getmtime, default="")
+
+
+def hub_config(name: str) -> tuple[str, str] | None:
+    """Return (name, text) of the config.json that a path or a hub's name stands for, whatever it
+    describes; None for a preset and for a file in our own words, which `model` reads."""
+    path = name if _PATHLIKE.search(name) or os.path.isdir(name) else ""
+    if _HUB_ID.fullmatch(name) and not os.path.exists(name):
+        path = _downloaded(name)
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
+    if not path or path.endswith(".toml"):
+        return None
+    text = files.read_text(path, field="model")
+    if "model_type" not in texts.parse(text, path):
+        return None
+    return _file_name(path) if path == name else name.rpartition("/")[2], text
+
+
+def _file_name(path: str) -> str:
+    """Return what a model in a file is called: by the folder of a config.json, else by the file."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.basename(folder if name == "config.json" else os.path.splitext(name)[0])
+
+
 def _model_file(path: str) -> ModelShape:
     """A file, or a downloaded model's folder with its config.json."""
     if os.path.isdir(path):
@@ -160,8 +188,7 @@ def _model_file(path: str) -> ModelShape:
     text = files.read_text(path, field="model")
     with inside(path):
         plain = texts.parse(text, path)
-        folder, name = os.path.split(os.path.abspath(path))
-        name = os.path.basename(folder if name == "config.json" else os.path.splitext(name)[0])
+        name = _file_name(path)
         ours = plain.get("shape", plain)  # as 'fourfold models NAME --format json' prints it
         if isinstance(ours, dict) and ("family" in ours or path.endswith(".toml")):
             return _described({"name": name, **ours})

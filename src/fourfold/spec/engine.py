@@ -167,10 +167,16 @@ class MemoryAdapter:
     file: str  # of its folder
     axes: tuple[str, ...]
     precisions: tuple[str, ...]
-    shardings: tuple[str, ...]  # over two ranks or more
+    shardings: tuple[str, ...]  # over `min_shards` ranks or more
+    min_shards: int = 2
+    recompute: tuple[str, ...] = ()  # empty: all that the engine's export has
+    # Its models are those of transformers: built from a config.json, not from an export, by every
+    # release from this one on. Empty: the release of the export counts, and no other one.
+    transformers_since: str = ""
     experts: bool = False
     compiled: bool = False
     config_option: str = ""  # that names a file of its own settings; '': they are not read
+    config_fields: tuple[str, ...] = ()  # of a run beside such a file, which decides them
     # Options that an export sets and nobody asked for: a dry run leaves them as the engine has
     # them. Those of `sharding` stay where another sharding is asked for than the engine's own.
     left: tuple[str, ...] = ()

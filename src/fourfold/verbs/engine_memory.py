@@ -33,11 +33,19 @@ from fourfold.result.one_rank import (
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup
 from fourfold.spec import RunSpec, catalog, check, codec
-from fourfold.spec.engine import ADAPTERS, EXPORTS, FOLDER, Engine, MemoryAdapter, engine_of
+from fourfold.spec.engine import (
+    ADAPTERS,
+    EXPORTS,
+    Engine,
+    MemoryAdapter,
+    engine_of,
+    version_key,
+)
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import AnyRun, nested, put_layout, run_of
 from fourfold.units import size_from
 from fourfold.verbs import Answer
+from fourfold.verbs.engine_memory_models import write_model_job
 from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 
 T = TypeVar("T")
@@ -124,9 +132,11 @@ def engine_memory(
     check.given(request.engine, "engine", "as NAME==VERSION")
     release = find(request.engine, engines_folder(request.engines))
     engine, adapter = _adapter_of(release)
-    path = os.path.join(FOLDER, engine.folder, f"{adapter.file}.py")
+    path = os.path.join(ADAPTERS[release.engine][0], f"{adapter.file}.py")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        if request.config is None:
+        if engine is None:
+            job, arguments = _write_script(run, request, adapter, release, path, folder)
+        elif request.config is None:
             job, arguments = _write_run(run, request, engine, adapter, release, folder)
         else:
             job, arguments = _copy_config(run, request, adapter, release, path, folder)
@@ -143,6 +153,7 @@ def engine_memory(
                 folder=folder,
                 arguments=arguments,
                 limit_bytes=None if room is None else max(0, room),
+                job=job if engine is None else None,
             )
             for rank in ranks
         ]
@@ -212,20 +223,25 @@ def _answer(
     )
 
 
-def _adapter_of(release: Release) -> tuple[Engine, MemoryAdapter]:
-    """The release's settings as they are exported, and what counts its ranks."""
-    adapters = ADAPTERS[release.engine][1].memory if release.engine in ADAPTERS else {}
-    for name, adapter in adapters.items():
-        if EXPORTS[name].release == release.name:
+def _adapter_of(release: Release) -> tuple[Engine | None, MemoryAdapter]:
+    """What counts ranks of the release, and its settings as they are exported; None where its jobs
+    are scripts around a model of transformers."""
+    for name, adapter in ADAPTERS[release.engine][1].memory.items():
+        if adapter.transformers_since:
+            if version_key(release.version) >= version_key(adapter.transformers_since):
+                return None, adapter
+        elif EXPORTS[name].release.rpartition(" ")[2] == release.version:
             return EXPORTS[name], adapter
     names = [
-        EXPORTS[name].release.replace(" ", "==")
-        for _, engine in ADAPTERS.values()
-        for name in engine.memory
+        f"{package}=={adapter.transformers_since} or newer"
+        if adapter.transformers_since
+        else f"{package}=={EXPORTS[name].release.rpartition(' ')[2]}"
+        for package, (_, engine) in ADAPTERS.items()
+        for name, adapter in engine.memory.items()
     ]
     rule = "has no dry run of its own code"
     value = f"{release.engine}=={release.version}"
-    raise UserError(rule, field="--engine", value=value, hint=f"use {' or '.join(names)}")
+    raise UserError(rule, field="--engine", value=value, hint=f"use {', '.join(names)}")
 
 
 def _spec(run: AnyRun, request: EngineMemoryRequest, engine: Engine) -> tuple[RunSpec, bool]:
@@ -303,6 +319,59 @@ def _write_run(
     return job, _without(texts["engine.args"].splitlines(), left)
 
 
+def _write_script(
+    run: AnyRun,
+    request: EngineMemoryRequest,
+    adapter: MemoryAdapter,
+    release: Release,
+    adapter_path: str,
+    folder: str,
+) -> tuple[EngineJob, tuple[str, ...]]:
+    """Return the job of a script around a model of transformers, and the arguments that name the
+    copy of the engine's own settings, where the request has them."""
+    job = write_model_job(run, request.layout, adapter, release.name, folder)
+    if request.config is None:
+        job = replace(job, micro_batch=job.micro_batch or 1)
+        _require_counted(job, adapter, release)
+        return job, ()
+    _require_option(request.config, adapter, release)
+    table = nested(codec.encode(run) if isinstance(run, RunSpec) else run)
+    for path in adapter.config_fields:
+        section, _, name = path.partition(".")
+        value = (table.get(section) or {}).get(name)
+        rule, hint = "does not go with --config", "omit it: that file decides it"
+        check.that(value is None, path, value, rule, hint)
+    copy = Path(folder) / f"settings{Path(request.config).suffix}"
+    files.write_bytes(copy, files.read_bytes(request.config, field="config"))
+    arguments = (f"--{adapter.config_option}", str(copy))
+    asked = RankMemoryRequest(
+        rank=0, world=job.layout.world, folder=folder, arguments=arguments, job=job
+    )
+    job = _read_job(asked, request.config, copy, release, adapter_path)
+    job = replace(job, micro_batch=job.micro_batch or 1)
+    _require_counted(job, adapter, release, request.config)
+    return job, arguments
+
+
+def _require_option(config: str, adapter: MemoryAdapter, release: Release) -> None:
+    rule = f"is not read by the dry run of {release.name}"
+    check.that(adapter.config_option, "config", config, rule, "use --model and --layout")
+
+
+def _read_job(
+    asked: RankMemoryRequest, config: str, copy: Path, release: Release, adapter_path: str
+) -> EngineJob:
+    """Return the job that the engine reads from a copy of the user's file `config`."""
+    require_torch()
+    reply = _answered(EngineJobReply, release, adapter_path, "read_job", asked)
+    if reply.job is None:
+        refusal = reply.refusal.replace(str(copy), config).removesuffix(".")
+        rule = f"is refused by {release.name}: {refusal}"
+        hint = "change the file, or --gpus where it does not go with it"
+        raise UserError(rule, field="config", value=config, hint=hint)
+    return reply.job
+
+
 def _copy_config(
     run: AnyRun,
     request: EngineMemoryRequest,
@@ -314,28 +383,15 @@ def _copy_config(
     """Return the job that the engine reads from a file of its own settings, and the arguments that
     name the file's copy in `folder`."""
     config = check.given(request.config, "config", "name a file of the engine's settings")
-    is_read = adapter.config_option != ""
-    rule = f"is not read yet by the dry run of {release.name}"
-    check.that(is_read, "config", config, rule, "use --model and --layout")
+    _require_option(config, adapter, release)
     gpus = _gpus_beside_config(run, request)
     copy = Path(folder) / "config.toml"  # its own name could be that of a module
     files.write_bytes(copy, files.read_bytes(config, field="config"))
     arguments = (f"--{adapter.config_option}", str(copy))
-    require_torch()
-    reply = _answered(
-        EngineJobReply,
-        release,
-        adapter_path,
-        "read_job",
-        RankMemoryRequest(rank=0, world=gpus, folder=folder, arguments=arguments),
-    )
-    if reply.job is None:
-        refusal = reply.refusal.replace(str(copy), config).removesuffix(".")
-        rule = f"is refused by {release.name}: {refusal}"
-        hint = "change the file, or --gpus where it does not go with it"
-        raise UserError(rule, field="config", value=config, hint=hint)
-    _require_counted(reply.job, adapter, release, config)
-    return reply.job, arguments
+    asked = RankMemoryRequest(rank=0, world=gpus, folder=folder, arguments=arguments)
+    job = _read_job(asked, config, copy, release, adapter_path)
+    _require_counted(job, adapter, release, config)
+    return job, arguments
 
 
 def _gpus_beside_config(run: AnyRun, request: EngineMemoryRequest) -> int:
@@ -381,7 +437,8 @@ def _require_counted(
     hint = f"use {' or '.join(adapter.shardings)}"
     is_counted = job.sharding in adapter.shardings
     require(is_counted, "policy.sharding", job.sharding, what, hint)
-    require(shards > 1, "layout.dp", job.layout.dp, what, "shard it over 2 ranks or more")
+    hint = f"shard it over {adapter.min_shards} ranks or more"
+    require(shards >= adapter.min_shards, "layout.dp", job.layout.dp, what, hint)
     rule = f"has experts, and {what.removeprefix('is ')}"
     is_counted = adapter.experts or not job.has_experts
     require(is_counted, "model", job.model, rule, "take a dense one")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fourfold.backends.deepspeed.shims import nothing_compiled
 from fourfold.conformance.cell import Cell
 from fourfold.conformance.ranks.adapter import Adapter, Look, Plain
 from fourfold.conformance.ranks.reference import ADAMW, CLIP, Part
@@ -17,18 +16,6 @@ from fourfold.conformance.ranks.reference import ADAMW, CLIP, Part
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
-def nothing_compiled() -> None:
-    """DeepSpeed compiles C++ on first use: a shared-memory all-reduce, which gloo does too, and the
-    two functions of torch that join and split tensors."""
-    import deepspeed.runtime.engine as engine
-    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-    comm: Any = sys.modules["deepspeed.comm.torch"]  # as an attribute it is torch itself
-    comm.build_shm_op = lambda: None
-    joins = {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}
-    engine.UtilsBuilder = lambda: types.SimpleNamespace(load=lambda: types.SimpleNamespace(**joins))
 
 
 class DeepSpeedZero(Adapter):

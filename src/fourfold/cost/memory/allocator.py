@@ -39,6 +39,9 @@ class StorageEvent(NamedTuple):
     is_free: bool = False
 
 
+RETURN_CACHE = StorageEvent(-1, 0)  # torch.cuda.empty_cache, at this place of a history
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorPeaks:
     """Highest bytes since `reset_peaks`. `retries`: requests that only went through after free
@@ -345,7 +348,9 @@ def replay(
     for number, event in enumerate(history):
         if number == begin:
             allocator.reset_peaks()
-        if event.is_free:
+        if event is RETURN_CACHE:
+            allocator.empty_cache()
+        elif event.is_free:
             allocator.free(event.storage)
         else:
             allocator.allocate(event.storage, event.bytes, event.stream)

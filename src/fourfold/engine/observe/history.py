@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.cost.memory.allocator import StorageEvent, fit, replay, rounded
+from fourfold.cost.memory.allocator import RETURN_CACHE, StorageEvent, fit, replay, rounded
 from fourfold.engine import compat, compat_modes
 from fourfold.engine.observe.ledger import Allocation, Ledger
 from fourfold.engine.observe.operators import workspace_bytes
@@ -70,10 +70,10 @@ class StorageRecord:
 
 
 class StorageLedger(Ledger):
-    """A ledger that keeps its history. `package`: the folder of the engine, whose lines are noted.
-    A tensor's number that no fake tensor knows is answered by 1, and counted."""
+    """A ledger that keeps its history. `packages`: folders of the engine's code, whose lines are
+    noted. A tensor's number that no fake tensor knows is answered by 1, and counted."""
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, *packages: Path) -> None:
         self.history: list[StorageEvent] = []
         self.records: list[StorageRecord] = []
         # (number of the event, phase that begins there)
@@ -81,7 +81,7 @@ class StorageLedger(Ledger):
         self._first_event = 0
         self.modules = compat_modes.ModulePath()
         self.num_unknown_values = 0
-        self._package, self._name_begin = f"{package}/", len(str(package.parent)) + 1
+        self._packages = tuple(f"{package}/" for package in packages)
         self._place_by_node: dict[int, CodePlace] = {}
         self._number_by_key: dict[int, int] = {}
         # Streams in the order they were first used; the first is the one that computes.
@@ -143,6 +143,10 @@ class StorageLedger(Ledger):
         """Note memory that a library keeps from here on, such as its workspace."""
         self._begin(size, kind, op)
 
+    def empty_cache(self) -> None:
+        """Note that the engine returns what it does not use to the driver."""
+        self.history.append(RETURN_CACHE)
+
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()
         for number, known in enumerate(self._streams):
@@ -165,8 +169,10 @@ class StorageLedger(Ledger):
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
-            if name.startswith(self._package):
-                return f"{name[self._name_begin :]}:{frame.f_lineno}"
+            if name.startswith(self._packages):
+                package = next(each for each in self._packages if name.startswith(each))
+                begin = package.rindex("/", 0, -1) + 1
+                return f"{name[begin:]}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
 
@@ -247,7 +253,8 @@ class StorageLedger(Ledger):
         phase, phases = _BUILD, dict[str, int]()
         for number, event in enumerate(self.history):
             phase = begins.get(number, phase)
-            size += -rounded(event.bytes) if event.is_free else rounded(event.bytes)
+            if event is not RETURN_CACHE:
+                size += -rounded(event.bytes) if event.is_free else rounded(event.bytes)
             if number >= self._first_event:
                 phases[phase] = max(phases.get(phase, 0), size)
                 if size > highest:
@@ -257,6 +264,8 @@ class StorageLedger(Ledger):
     def _live_at(self, event_number: int) -> list[StorageRecord]:
         live: dict[int, StorageRecord] = {}
         for event in self.history[: event_number + 1]:
+            if event is RETURN_CACHE:
+                continue
             if event.is_free:
                 del live[event.storage]
             else:

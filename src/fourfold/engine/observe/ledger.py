@@ -136,7 +136,7 @@ class Ledger(compat_modes.UncompiledMode):
 
     def see(self, tensor: Tensor, op: str = "given") -> None:
         """Count a tensor's storage if it is new; meta tensors have none."""
-        if tensor.device.type == "meta" and not compat_modes.is_fake(tensor):
+        if compat_modes.is_meta(tensor):
             return
         storage = tensor.untyped_storage()
         key = compat.storage_key(storage)

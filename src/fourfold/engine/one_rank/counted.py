@@ -21,13 +21,13 @@ _CUBLAS_BYTES = 2 * 32 * 2**20
 
 
 class CountedRank(contextlib.ExitStack):
-    """Inside, this process is rank `rank` of a world of which no other rank exists. `package`: the
-    engine's folder. `is_fake`: False counts real tensors, by the CPU's operators."""
+    """Inside, this process is rank `rank` of a world of which no other rank exists. `packages`: the
+    folders of the engine's code. `is_fake`: False counts real tensors, by the CPU's operators."""
 
-    def __init__(self, rank: int, world: int, package: Path, *, is_fake: bool = True) -> None:
+    def __init__(self, rank: int, world: int, *packages: Path, is_fake: bool = True) -> None:
         super().__init__()
         self.rank, self.world, self.is_fake = rank, world, is_fake
-        self.ledger = StorageLedger(package)
+        self.ledger = StorageLedger(*packages)
         self.has_storage = False
 
     def __enter__(self) -> CountedRank:

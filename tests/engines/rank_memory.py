@@ -1,10 +1,14 @@
-"""Counts ranks of torchtitan in its own environment: JSON requests in, counts out, each by a fork
-of a process that has imported the engine. `operators`: of "cuda", as a dry run counts, or of the
-"cpu"; `is_fake`: False takes the steps on real tensors."""
+"""Counts ranks of an engine in its own environment: JSON requests in, counts out, each by a fork of
+a process that has imported the engine. `operators`: of "cuda", as a dry run counts, or of the
+"cpu"; `is_fake`: False takes the steps on real tensors.
+
+    rank_memory.py ADAPTER MODULE...     its file, and what is imported once for all
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -15,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ADAPTER = ROOT / "src/fourfold/backends/torchtitan/adapter_memory_02.py"
 
 
 def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what the engine prints must not come between answers
     sys.path.append(str(ROOT / "src"))
-    spec = importlib.util.spec_from_file_location("adapter_memory", ADAPTER)
+    adapter_path, *modules = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("adapter_memory", adapter_path)
     assert spec is not None
     assert spec.loader is not None
     adapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
-    import torchtitan.train  # noqa: F401  (once, for all)
+    for module in modules:
+        importlib.import_module(module)
 
     counts = []
     with tempfile.TemporaryDirectory() as folder:
