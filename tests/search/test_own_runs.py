@@ -12,6 +12,7 @@ import fourfold
 from fourfold.search.plan_answer import PlanAnswer, PlanRow
 from fourfold.show.plan import page
 from fourfold.show.plan_notes import compared
+from fourfold.units import short_s
 from fourfold.verbs.requests import PlanRequest
 
 REQUEST = PlanRequest(
@@ -101,3 +102,52 @@ def test_run_with_narrower_gradients_does_not_prove_that_wider_ones_fit(
     answer = fourfold.plan(replace(REQUEST, measured=path))
     assert all(row.measured_s is None for row in answer.ranked)
     assert str(answer.best) == str(plan.best)
+
+
+def test_calibration_knows_that_the_runs_which_taught_it_fit(
+    plan: PlanAnswer, tmp_path: Path
+) -> None:
+    own, out = risky_row(plan), tmp_path / "mine.json"
+    path = table_of(tmp_path / "mine.csv", own, 0.99 * own.step_s)
+    fitted = fourfold.fit(fourfold.FitRequest(rows=(path,), name="mine"))
+    out.write_text(fitted.json())
+    answer = fourfold.plan(replace(REQUEST, calibration=str(out)))
+    best = answer.best
+    assert best is not None
+    assert (str(best), best.fit_chance, best.measured_s) == (str(own), 1.0, 0.99 * own.step_s)
+    both = fourfold.plan(replace(REQUEST, calibration=str(out), measured=path)).best
+    assert both is not None
+    assert (both.step_s, both.measured_s) == (best.step_s, best.measured_s)
+
+
+def test_calibration_of_many_rows_keeps_no_runs(
+    plan: PlanAnswer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.verbs.fit._MOST_OWN_RUNS", 0)
+    path = table_of(tmp_path / "mine.csv", risky_row(plan), 40.0)
+    fitted = fourfold.fit(fourfold.FitRequest(rows=(path,), name="mine"))
+    assert fitted.calibration.runs == ""
+
+
+def test_run_on_a_gpu_with_more_memory_does_not_prove_a_fit(
+    plan: PlanAnswer, tmp_path: Path
+) -> None:
+    own = risky_row(plan)
+    path = Path(table_of(tmp_path / "mine.csv", own, own.step_s))
+    larger = path.read_text().replace("nvidia-h100,h100-80gb", "mine,h200")
+    path.write_text(larger)
+    answer = fourfold.plan(replace(REQUEST, measured=str(path)))
+    assert all(row.measured_s is None for row in answer.ranked)
+
+
+def test_measured_row_is_compared_by_what_was_measured(plan: PlanAnswer, tmp_path: Path) -> None:
+    assert plan.best is not None
+    own = risky_row(plan)
+    path = table_of(tmp_path / "mine.csv", own, 1.5 * plan.best.step_s)
+    answer = fourfold.plan(replace(REQUEST, measured=path))
+    assert answer.best is not None
+    (cells,) = [
+        line for part in page(answer) for line in getattr(part, "rows", ())
+        if any("measured" in cell for cell in line)
+    ]  # fmt: skip
+    assert f"+50.0% measured {short_s(1.5 * plan.best.step_s)}" in cells

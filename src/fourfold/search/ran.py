@@ -37,6 +37,7 @@ _SAME = (
     "moe_act_ckpt",
     "precision",
     "peak",
+    "capacity",
 )
 # Columns of a table's rows that name a layout, and those of the cost model.
 _OF_ROWS = {axis: axis for axis in (*MODEL_AXES, *EXPERT_AXES) if axis != "dp"}

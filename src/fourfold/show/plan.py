@@ -260,16 +260,19 @@ def _optional(rows: Sequence[PlanRow], *, is_front: bool) -> Iterable[Column]:
 
 
 def _against(row: PlanRow, first: PlanRow) -> str:
-    """Return seconds against the first, and why a row that is faster stands lower."""
+    """Return seconds against the first, measured ones where the user has some, and why a row that
+    is faster stands lower."""
     if row.rank == first.rank:
         return "-"
-    more = f"{100 * (row.step_s / first.step_s - 1):+.1f}%"
+    seconds, first_s = (one.measured_s or one.step_s for one in (row, first))
+    more = f"{100 * (seconds / first_s - 1):+.1f}%"
+    ran = f"measured {short_s(seconds)}"
     if row.tied:
-        return f"{more} tie{', measured' if row.measured_s is not None else ''}"
+        return f"{more} tie{f', {ran}' if row.measured_s is not None else ''}"
     if not row.exported and first.exported:
         return f"{more} no export"
     if row.measured_s is not None:
-        return f"{more} measured"
+        return f"{more} {ran}"
     return f"{more} risky" if "likely to fit" in row.note else more
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.pairs import PairScore, pair_scores
 from fourfold.cost.fit.validate import calibrate, suggest
 from fourfold.cost.table.cells import impossible
-from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reference import NEEDED, RowTable, read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
@@ -46,6 +46,8 @@ _SUGGESTED = (
 )
 # Fewer say less than what a fit starts from.
 _FEW_ROWS = 3
+# More are a study of published tables; a calibration file stays one that people can read.
+_MOST_OWN_RUNS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,25 @@ def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
     prior = load(request.prior) if request.prior else None
     name = request.name or "+".join(table.table.name for table in tables)
     known = dict(map(_fixed, request.fix))
-    return Fitted(calibrate(tables, name=name, prior=prior, tell=notes(on_event), fixed=known))
+    found = calibrate(tables, name=name, prior=prior, tell=notes(on_event), fixed=known)
+    return Fitted(replace(found, runs=_own_runs(tables)))
+
+
+def _own_runs(tables: list[Rows]) -> str:
+    """Return the runs that ended, as one table; '' where they are too many to be somebody's own."""
+    ran = [np.flatnonzero(rows.usable & (rows.step_s > 0)).tolist() for rows in tables]
+    if not 0 < sum(map(len, ran)) <= _MOST_OWN_RUNS:
+        return ""
+    parts = [rows.table.take(index) for rows, index in zip(tables, ran, strict=True)]
+    parts = [part for part in parts if all(part.texts.get(name) for name in NEEDED)]
+    names = dict.fromkeys(name for part in parts for name in part.texts if name != "row_id")
+    texts = {
+        name: [cell for part in parts for cell in part.texts.get(name, [""] * part.length)]
+        for name in names
+    }
+    length = sum(part.length for part in parts)
+    row_ids = [f"{part.name}:{cell}" for part in parts for cell in part.texts["row_id"]]
+    return RowTable("runs", {"row_id": row_ids} | texts, length).csv() if length else ""
 
 
 def _fixed(text: str) -> tuple[str, float]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.cost.columns import joined
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.dispatch import ALWAYS_THERE
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reference import read_table, table_of
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
@@ -110,7 +111,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         explore=request.explore,
         safe=request.safe,
         risk=request.risk,
-        own_runs=_own_runs(request.measured, cluster, engine.stack) if request.measured else None,
+        own_runs=_own_runs(request, known, engine),
         tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
@@ -132,13 +133,21 @@ def _export_engines(engine: Resolved, known: Calibration, *, experts: bool) -> d
     return {name: measured[short[name]] if name in short else engine.engine for name in EXPORTS}
 
 
-def _own_runs(path: str, cluster: Cluster, stack: str) -> OwnRuns:
-    """Return the runs of a table or a store that this engine ended, with their seconds."""
-    rows = measured_rows(path, cluster)
-    rules = engine_of(stack).rules.name
-    ran = rows.usable & (rows.step_s > 0)
-    ran &= np.array([engine_of(runs).rules.name == rules for runs in rows.measured_as.tolist()])
-    return OwnRuns(rows.columns.take(ran), rows.step_s[ran])
+def _own_runs(request: PlanRequest, known: Calibration, engine: Resolved) -> OwnRuns | None:
+    """Return the runs that this engine ended, with their seconds: those of a table or a store, and
+    those that taught the calibration."""
+    tables = [measured_rows(request.measured, engine.cluster)] if request.measured else []
+    if known.runs:
+        tables.append(parse_rows(table_of(known.runs, request.calibration or known.name)))
+    if not tables:
+        return None
+    rules, columns, seconds = engine_of(engine.stack).rules.name, [], []
+    for rows in tables:
+        ran = rows.usable & (rows.step_s > 0)
+        ran &= np.array([engine_of(runs).rules.name == rules for runs in rows.measured_as.tolist()])
+        columns.append(rows.columns.take(ran))
+        seconds.append(rows.step_s[ran])
+    return OwnRuns(joined(columns), np.concatenate(seconds))
 
 
 def measured_rows(path: str, cluster: Cluster) -> Rows:

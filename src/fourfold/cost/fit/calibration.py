@@ -124,11 +124,15 @@ class FittedStack:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Entries by key. Those of runs with experts learn from all and teach no others."""
+    """Entries by key. Those of runs with experts learn from all and teach no others.
+
+    `runs`: those that taught it and ended, as a table in the reference schema, where they are few
+    enough to be somebody's own: a plan knows that they fit."""
 
     name: str
     sources: tuple[str, ...]
     entries: tuple[FittedStack, ...]
+    runs: str = ""
 
     def __post_init__(self) -> None:
         check.name(name=self.name)

@@ -20,6 +20,7 @@ from pathlib import Path
 from fourfold import door, files
 from fourfold.cost.scaling import CALLED
 from fourfold.errors import UserError
+from fourfold.escape import csv_text
 from fourfold.spec import check
 from fourfold.spec.layout import EXPERT_AXES
 
@@ -178,10 +179,20 @@ class RowTable:
         texts = {name: [cells[i] for i in index] for name, cells in self.texts.items()}
         return RowTable(self.name, texts, len(index))
 
+    def csv(self) -> str:
+        """Return the text that `table_of` reads, without columns that are empty."""
+        names = [name for name, cells in self.texts.items() if name in NEEDED or any(cells)]
+        rows = zip(*(self.texts[name] for name in names), strict=True)
+        return csv_text([names, *rows])
+
 
 def read_table(path: str | Path) -> RowTable:
     """A table from a CSV file; says which needed column is missing."""
-    text = files.read_text(path, field="rows")
+    return table_of(files.read_text(path, field="rows"), path)
+
+
+def table_of(text: str, path: str | Path) -> RowTable:
+    """A table from the text of a CSV file, which errors name by its path."""
     reader = csv.reader(text.splitlines())
     try:
         header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
