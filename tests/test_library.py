@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -264,6 +265,13 @@ def test_calls_that_look_right_work_or_name_their_remedy() -> None:
     assert fourfold.model("llama-3.1-70b").params == 70_553_706_496
     with pytest.raises(TypeError, match="not a PlanAnswer; pass the request that it answers"):
         fourfold.export(answer, pick=1)
+    with pytest.raises(TypeError, match="not a PlanAnswer; pass the request that it answers"):
+        fourfold.export(answer, "megatron")
+    exported = fourfold.export(plan, "megatron")
+    assert exported.script == fourfold.export(dataclasses.replace(plan, export="megatron")).script
+    for wrong in (plan, answer):
+        with pytest.raises(TypeError, match=r"needs a CalendarRequest, not a Plan.*\(plan="):
+            fourfold.calendar(wrong)
     for verb in (fourfold.plan, functools.partial(fourfold.explain, layout="tp2")):
         with pytest.raises(TypeError, match="not a dict; make it of its fields"):
             verb(asked)

@@ -27,6 +27,9 @@ USUAL_USE = 0.35  # of a GPU's peak: where the search for a number of GPUs begin
 
 def calendar(request: CalendarRequest, *, on_event: OnEvent = ignore) -> Calendar:
     """The training on the GPUs asked for, or on as many as the deadline or the budget needs."""
+    if not isinstance(request, CalendarRequest):
+        hint = "make one: CalendarRequest(plan=PLAN_REQUEST, tokens='1T')"
+        raise TypeError(f"needs a CalendarRequest, not a {type(request).__name__}; {hint}")
     search = _SizesTried(request, request.assumed(), on_event)
     search.check()
     best = search.best()

@@ -67,15 +67,18 @@ class Exported:
 
 def export(
     request: PlanRequest,
+    engine: str | None = None,
     *,
     pick: int = 1,
     name: str = "",
     job: str = "",
     on_event: OnEvent = ignore,
 ) -> Exported:
-    """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
-    model is called there; `job`: also as a job of skypilot or kubeflow, which is then `script`."""
+    """The layout at place `pick` of the plan, as settings of `engine`, or of `request.export`.
+    `name`: what the model is called there; `job`: also as a job of skypilot or kubeflow, which is
+    then `script`."""
     require_plan_request(request)
+    request = replace(request, export=engine or request.export)
     check.given(request.export, "export", "pass the name of an engine")
     request = with_export_named(request)
     engine = request.export or ""
