@@ -184,6 +184,7 @@ def test_sleep_within_a_step_is_named_by_the_operator_after_it(tmp_path: Path) -
     assert cause.name == "host outside of torch"
     assert cause.seconds > 0.05
     assert "before aten::" in cause.evidence
+    assert "other work on its cores" in cause.remedy
 
 
 @pytest.mark.parametrize("generates", [True, False])
