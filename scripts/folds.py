@@ -17,7 +17,7 @@ import numpy as np
 from famous import TABLES, famous_rows
 
 from fourfold.commands.fit import fold_tables
-from fourfold.cost.fit.accuracy import Result, fold_scores, study, timed_rows
+from fourfold.cost.fit.accuracy import Result, study, timed_rows
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.fit import HOLD
 from fourfold.cost.fit.folds import KINDS
@@ -52,7 +52,7 @@ def main() -> None:
     found = study(
         tables, shipped(), asked=["folds"], tell=lambda text: print(text, file=sys.stderr)
     )
-    for grid in fold_tables(Scores(found, fold_scores(found))):
+    for grid in fold_tables(Scores.of_results(found, pairs=False)):
         print(render(grid.headings, grid.rows, "md"), end="\n\n")
     for kind in KINDS:
         print(f"{kind}: {factor([one for one in found if one.how == kind]):.2f}")

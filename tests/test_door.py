@@ -23,6 +23,7 @@ import fourfold
 from fourfold import files
 from fourfold.backends.megatron.log import Megatron
 from fourfold.backends.nemo.log import Summary
+from fourfold.cost.fit.calibration import shipped
 from fourfold.errors import UserError
 from fourfold.events import Event
 from fourfold.logs import metrics, tables
@@ -190,7 +191,7 @@ def test_an_impossible_number_is_used_for_nothing(tmp_path, column, text) -> Non
 
 def test_fit_says_that_few_rows_say_little_and_where_other_tables_go(tmp_path, monkeypatch) -> None:
     said: list[Event] = []
-    monkeypatch.setattr("fourfold.verbs.fit.calibrate", lambda *tables, **more: None)  # seconds
+    monkeypatch.setattr("fourfold.verbs.fit.calibrate", lambda *tables, **more: shipped())
     fourfold.fit(FitRequest(rows=(_with(tmp_path, 1),)), on_event=said.append)
     assert any("1 measured row cannot tell" in event.text for event in said)
     foreign = tmp_path / "team.csv"

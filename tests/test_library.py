@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from fourfold.verbs.calibrate import Calibrated, Demo, DemoRun, scene
 from fourfold.verbs.fit import Fitted
 from fourfold.verbs.machine import read_profile
 from fourfold.verbs.predict import DryRun
+from fourfold.verbs.verify import VerifiedLayout
 from fourfold.verbs.weights import ExportedWeights
 from tests.traces import simulated
 
@@ -129,7 +131,7 @@ refused(f.verify, f.VerifyRequest())
 refused(f.conform, f.VerifyRequest(engine="fourfold", layout="dp0"))
 refused(f.install_engines, f.EnginesRequest())
 refused(f.matrix, f.EnginesRequest(names=("nothing==1",)))
-assert f.engines(f.EnginesRequest(engines="none")).releases == []
+assert f.engines(f.EnginesRequest(engines="none")).releases == ()
 refused(f.submit_verify, f.VerifyRequest())
 refused(f.submit_bench, RUN, f.BenchRequest(runs="runs"))
 refused(f.submit_sweep, f.MptSweep(models=("llama-tiny",)), f.SweepRequest(runs="runs"))
@@ -342,7 +344,7 @@ def _counted() -> DryRun:
     spec = codec.load(RunSpec, {"model": "llama-3.2-3b", "layout": "pp2 dp4 tp8"})
     plain = json.loads((ROOT / "tests/recorded/answers/dryrun-3b.json").read_text())
     stages = plain["answer"]["stages"]
-    return DryRun(spec, tuple(codec.decode(RankCount, stage) for stage in stages))
+    return DryRun.of_counts(spec, [codec.decode(RankCount, stage) for stage in stages])
 
 
 def _demonstrated() -> Demo:
@@ -352,7 +354,7 @@ def _demonstrated() -> Demo:
         DemoRun(**said, outcome="ok", measured_s=1.0, flags=["hot", "cold"], loss=2.0),
         DemoRun(**said, outcome="oom", failure="no, more"),
     )
-    return Demo(scene(0), catalog.cluster("jean-zay"), runs)
+    return Demo.of_runs(scene(0), catalog.cluster("jean-zay"), runs)
 
 
 def _exported() -> ExportedWeights:
@@ -365,10 +367,10 @@ def _exported() -> ExportedWeights:
 
 # Answers of commands that start ranks or take minutes, as they stand when those are done.
 ANSWERS = {
-    "calibrate": lambda: Calibrated(read_profile("h200"), 1),
+    "calibrate": lambda: Calibrated.of_profile(read_profile("h200"), 1),
     "demo": _demonstrated,
     "dryrun": _counted,
-    "fit": lambda: Fitted(shipped()),
+    "fit": lambda: Fitted.of_calibration(shipped()),
     "weights": _exported,
 }
 
@@ -383,8 +385,10 @@ def _ranks_started(monkeypatch) -> None:
 
     def carry_out(found, *rest):
         gaps = {"loss_diff": 0.0, "norm_rel": 0.0, "grad_rel": 1e-9, "param_rel": 0.0}
-        passed = {"family": "mpt", "layout": "dp2", "policy": "zero1", "pass": True, **gaps}
-        return [passed, passed | {"pass": False, "error": "crash: rank 1, 2"}]
+        sizes = {"micro_batch": 1, "global_batch": 2, "micro_sizes": ((1,), (1,))}
+        named = {"family": "mpt", "model": "mpt-tiny", "layout": "dp2", "policy": "zero1"}
+        passed = VerifiedLayout(**named, **sizes, **gaps, passed=True)
+        return [passed, replace(passed, passed=False, error="crash: rank 1, 2")]
 
     monkeypatch.setattr("fourfold.verbs.verify._carry_out", carry_out)
 

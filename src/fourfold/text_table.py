@@ -31,6 +31,10 @@ _FORMS: dict[str, Callable[[float], str]] = {
     "seconds": show_seconds,
     "short": short_s,
 }
+# Units before a form, such as 'ms.3f': what a number in base units is multiplied with, or
+# divided by.
+_TIMES, _OVER = {"ms": 1e3, "us": 1e6, "pct": 100.0}, {"GB": 1e9, "GiB": 2.0**30, "T": 1e12}
+_UNIT = rf"({'|'.join((*_TIMES, 'GiB', 'GB', 'T'))})?(.*)"
 
 
 def table(items: Iterable[Any], *columns: Column) -> Grid:
@@ -40,9 +44,10 @@ def table(items: Iterable[Any], *columns: Column) -> Grid:
 
 
 def named(*texts: str) -> list[Column]:
-    """Columns of fields, each under its own name or as in 'heading=field'. With a form it is a
-    number, '-' where there is none: 'heading=field:.1f', or one of ours, such as 'field:bytes'.
-    Items are objects or tables; 'score.rows' is the field of a field."""
+    """Return columns of fields, each under its own name or as in 'heading=field'. With a form it is
+    a number, '-' where there is none: 'heading=field:.1f', 'field:bytes', in a unit 'field:ms.2f'.
+    Rows are objects or tables; 'score.rows' is the field of a field, which may be None. A list is
+    one cell."""
     return [*map(_named, texts)]
 
 
@@ -50,15 +55,31 @@ def _named(text: str) -> Column:
     heading, _, place = text.rpartition("=")
     path, _, form = place.partition(":")
 
-    def cell(one: Any) -> str:
-        for name in path.split("."):
-            if not isinstance(one, dict):
-                one = getattr(one, name)
+    names, written = path.split("."), _number_form(form)
+
+    def cell(value: Any) -> str:
+        for name in names:
+            if value is None:
+                break
+            if not isinstance(value, dict):
+                value = getattr(value, name)
             else:  # a number may be missing, a text is a slip
-                one = one.get(name) if form else one[name]
-        return or_dash(one, _FORMS.get(form, form)) if form else str(one)
+                value = value.get(name) if form else value[name]
+        if form:
+            return or_dash(value, written)
+        return ", ".join(value) if isinstance(value, list | tuple) else str(value)
 
     return heading or path, cell
+
+
+def _number_form(form: str) -> str | Callable[[float], str]:
+    found = re.fullmatch(_UNIT, form)
+    unit, rest = found.groups() if found else (None, form)
+    if form in _FORMS or unit is None:
+        return _FORMS.get(form, form)
+    if unit in _TIMES:
+        return lambda value: format(_TIMES[unit] * value, rest)
+    return lambda value: format(value / _OVER[unit], rest)
 
 
 def quantities(rows: Sequence[Sequence[str]]) -> Grid:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from fourfold.cli import main
 from fourfold.show.runs import _verification
 from fourfold.verbs import verify
+
+
+def passed(spec):
+    """A layout that ran and equals one process."""
+    return replace(verify._layout(0, spec, Path("nowhere"), None), passed=True, error=None)
 
 
 @pytest.fixture
@@ -16,7 +24,7 @@ def specs(monkeypatch):
 
     def carry_out(found, *rest):
         seen.extend(found)
-        return [{"pass": True, "family": spec.model.family} for spec in found]
+        return [passed(spec) for spec in found]
 
     monkeypatch.setattr(verify, "_carry_out", carry_out)
     return seen
@@ -69,7 +77,5 @@ def test_a_fault_is_planted_where_it_can_exist(specs):
 
 
 def test_a_fault_without_effect_is_said(specs, cli, monkeypatch):
-    rows = [{"pass": True, "family": "llama", "label": "x"}]
-    monkeypatch.setattr(verify, "_carry_out", lambda *_: rows)
     answer = verify.verify(verify.VerifyRequest(layout="dp2", fault="norm-grad"))
     assert "has no effect in these layouts" in _verification(answer)

@@ -143,7 +143,7 @@ CALIBRATE = Job(job="calibrate", ranks=2, options=(("device", "cpu"),))
 def test_the_answer_of_a_detached_job_survives_a_printed_launch(tmp_path, slurm) -> None:
     site = Site(shared=str(tmp_path))
     (job,) = left_to(site, CALIBRATE, only_print=False).jobs
-    folder = Path(job["folder"])
+    folder = Path(job.folder)
     (folder / "answer-0.json").write_text("measured")
     before = content(folder)
     (script,) = left_to(site, CALIBRATE, only_print=True).scripts
@@ -154,7 +154,7 @@ def test_the_answer_of_a_detached_job_survives_a_printed_launch(tmp_path, slurm)
 def test_an_error_of_the_command_loses_no_answer(tmp_path: Path, slurm: StandIn) -> None:
     site = Site(shared=str(tmp_path))
     (job,) = left_to(site, CALIBRATE, only_print=False).jobs
-    folder = Path(job["folder"])
+    folder = Path(job.folder)
     (folder / "answer-0.json").write_text("measured")
     for error in (MachineError("scontrol is not installed"), KeyboardInterrupt()):
         with pytest.raises(type(error)), work_folder(CALIBRATE, site):
@@ -252,7 +252,7 @@ def test_a_detached_command_says_how_many_runs_wait(tmp_path, slurm, way, why) -
     assert said in text_of(shown(first), "text")
     assert submission(queue_in(tmp_path, **site), specs, request) == first
     for job in first.jobs:
-        (Path(job["folder"]) / EXIT_FILE).write_text("0 0\n")
+        (Path(job.folder) / EXIT_FILE).write_text("0 0\n")
     second = submission(queue_in(tmp_path, **site), specs, request)
     assert (len(second.jobs), second.waiting) == (3, "")
 

@@ -114,14 +114,18 @@ def _defined(cls: Any, parts: dict[str, Schema]) -> Schema:
         parts[name] = {}  # a type may hold itself
         hints = codec.type_hints(cls)
         shown = [
-            one.name
-            for one in dataclasses.fields(cls)
-            if cls is not Policy or one.name in SHOWN_OF_POLICY
+            field
+            for field in codec.json_fields(cls)
+            if field.json != codec.HIDDEN and (cls is not Policy or field.name in SHOWN_OF_POLICY)
         ]
         parts[name] = {
             "type": "object",
-            "properties": {one: _of(hints[one], parts, given=False) for one in shown},
-            "required": [one for one in shown if type(None) not in get_args(hints[one])],
+            "properties": {
+                field.key: _of(hints[field.name], parts, given=False) for field in shown
+            },
+            "required": [
+                field.key for field in shown if type(None) not in get_args(hints[field.name])
+            ],
         }
     return {"$ref": f"#/$defs/{name}"}
 

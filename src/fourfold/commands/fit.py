@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import fourfold
@@ -51,20 +52,15 @@ def fit(args: Any, show: OnEvent) -> Output:
         return Output.of(picks, lambda: [Grid(names, rows)])
     check.given(args.out, "out")
     files.require_mine(args.out, mark='"type": "Calibration"', force=bool(args.force))
-    answer = fourfold.fit(request, on_event=show)
+    answer = replace(fourfold.fit(request, on_event=show), out=args.out)
     files.write_text(args.out, answer.json())
     show(Event(f"written to {args.out}"))
-    plain = {"out": args.out, **answer.plain()}
-    return Output(lambda: plain, answer.rows, lambda: [_entries(answer.rows())])
-
-
-def _entries(rows: list[dict[str, Any]]) -> Grid:
-    return table(
-        rows,
+    columns = (
         *named("stack", "cluster", "rows"),
-        ("free", lambda e: f"{len(e['free_time'])}+{len(e['free_memory'])}"),
-        *named("cv median %=cv_median_pct:.1f", "cv p90 %=cv_p90_pct:.1f"),
+        ("free", lambda key: f"{len(key.free_time)}+{len(key.free_memory)}"),
+        *named("cv median %=errors_pct.cv_median_pct:.1f", "cv p90 %=errors_pct.cv_p90_pct:.1f"),
     )
+    return Output.of(answer, lambda: [table(answer.entries, *columns)])
 
 
 _SCORE = """\
@@ -91,7 +87,7 @@ _NUMBERS = named(
     "refused %=score.refused_pct:.1f",
     "missed %=score.missed_pct:.1f",
     "unsure %=score.unsure_pct:.1f",
-    "free",
+    "free=free_parameters",
 )
 
 
@@ -120,14 +116,14 @@ def score(args: Any, show: OnEvent) -> Output:
         drawn = accuracy_picture(answer.results, args.picture)
         files.write_bytes(args.picture, drawn, field="picture")
         show(Event(f"picture in {args.picture}"))
-    scores = table((one for one in answer.results if one.how not in KINDS), *_NUMBERS)
+    scores = table((row for row in answer.scores if row.how not in KINDS), *_NUMBERS)
     more = [part for grid in (*_pairs_tables(answer), *fold_tables(answer)) for part in ("", grid)]
     return Output.of(answer, lambda: [scores, *more])
 
 
 def _pairs_tables(answer: Scores) -> list[Grid]:
     numbers = named("signs right %=signs_pct:.0f", "ratio off by %=ratio_pct:.1f")
-    grid = table(answer.pairs, *named("how", "one setting=knob", "pairs"), *numbers)
+    grid = table(answer.pairs or (), *named("how", "one setting=knob", "pairs"), *numbers)
     return [grid] if answer.pairs else []
 
 
@@ -138,7 +134,7 @@ def fold_tables(answer: Scores) -> list[Grid]:
 
 def _kinds_table(answer: Scores) -> Grid:
     return table(
-        answer.folds,
+        answer.folds or (),
         *named("left out=left_out", "sources", "rows"),
         *named("median %=median_pct:.1f", "pooled %=pooled_pct:.1f", "p90 %=p90_pct:.1f"),
         *named("inside %=coverage_pct:.0f"),
@@ -158,8 +154,8 @@ def _sources_table(answer: Scores) -> Grid:
     and share in the interval."""
     kinds = ("layout", "source", "abroad")
     # Two tables may have rows of one source.
-    by_kind = {(one.how, one.score.source, one.score.rows): one.score for one in answer.results}
-    sources = [one.score for one in answer.results if one.how == "layout"]
+    by_kind = {(row.how, row.score.source, row.score.rows): row.score for row in answer.scores}
+    sources = [row.score for row in answer.scores if row.how == "layout"]
     columns = named("source", "rows")
     for kind in kinds:
         for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):

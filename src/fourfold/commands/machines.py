@@ -16,10 +16,11 @@ from fourfold.output import Output, submitted
 from fourfold.show import machines
 from fourfold.show.machines import profile_page
 from fourfold.show.runs import demo_page
-from fourfold.spec import catalog, check, codec
+from fourfold.spec import check
 from fourfold.spec.site import site_start
 from fourfold.verbs.requests import ClusterRequest, ReportRequest
 from fourfold.verbs.run_requests import CalibrateRequest
+from fourfold.verbs.shapes import gpu
 
 _CLUSTERS = """\
 examples:
@@ -82,9 +83,8 @@ def clusters(args: Any, show: OnEvent) -> Output:
         known = fourfold.gpus()
         return Output.of(known, lambda: machines.gpus_page(known.gpus))
     if args.gpu is not None:
-        device = catalog.device(args.gpu)
-        plain = codec.dump(device)
-        return Output(lambda: plain, lambda: [plain], lambda: machines.gpu_page(device))
+        of_name = gpu(args.gpu)
+        return Output.of(of_name, lambda: machines.gpu_page(of_name.device))
     every = fourfold.clusters()
     return Output.of(every, lambda: machines.clusters_page(every.clusters, every.gpus))
 

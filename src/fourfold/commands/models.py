@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import options
@@ -20,6 +20,9 @@ from fourfold.text_table import Part, named, table
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 from fourfold.verbs.shapes import FlopsRequest
+
+if TYPE_CHECKING:
+    from fourfold.verbs.predict import DryRun
 
 _MODELS = """\
 examples:
@@ -132,14 +135,14 @@ def dryrun(args: Any, show: OnEvent) -> Output:
     return Output.of(memory, lambda: memory_page(memory), status=0 if memory.runs else 1)
 
 
-def _page(answer: Any) -> list[Part]:
+def _page(answer: DryRun) -> list[Part]:
     from fourfold.cost.memory.unseen import RESERVED_RATIO
 
-    spec, worst, moved = answer.spec, answer.worst, answer.moved_bytes
-    seen = {one.axis for counts in answer.counts for one in counts.comm}
+    worst, moved = answer.worst, answer.moved_bytes
+    seen = {traffic.axis for count in answer.stages for traffic in count.comm}
     axes = [axis for axis in (*AXES, "ep", "edp") if axis in seen]
     counts = table(
-        answer.counts,
+        answer.stages,
         *named("stage", "rank", "params:count", "state=state_bytes:bytes"),
         *named("activations=activation_bytes:bytes", "peak=peak_bytes:bytes", "at=peak_phase"),
         *named("FLOPs=flops:count"),
@@ -150,7 +153,7 @@ def _page(answer: Any) -> list[Part]:
     return [
         counts,
         "",
-        f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step"
+        f"{answer.model} on {counted(answer.gpus, 'rank')}, {answer.layout}; per rank and step"
         f"{payload}",
         f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
         *(

@@ -263,12 +263,12 @@ def train(args: Any, show: OnEvent) -> Output:
             return submitted(fourfold.submit_train(table, request, on_event=show))
         answer = fourfold.train(table, request, on_event=show)
     if args.plot:
-        name = answer.facts["folder"].rpartition("/")[2]
+        name = answer.folder.rpartition("/")[2]
         drawn = loss_picture(
             answer.points, f"{name}: {counted(len(answer.points), 'step')}", args.plot
         )
         files.write_bytes(args.plot, drawn, field="plot")
-    status = _STATUS.get(answer.facts["outcome"], 1)
+    status = _STATUS.get(answer.outcome, 1)
     return Output.of(answer, lambda: runs.training_page(answer), status=status)
 
 

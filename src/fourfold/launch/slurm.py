@@ -189,9 +189,17 @@ def submitted(folder: Path) -> Submitted | None:
     return Submitted(id=newest, step=step, log=str(logs / f"slurm-{newest}.log"))
 
 
-def described_job(place: Path) -> dict[str, str]:
-    one = submitted(place) or Submitted(id="")
-    return {"slurm_job": one.id, "folder": str(place)}
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job that the scheduler has, and the folder where it works."""
+
+    slurm_job: str
+    folder: str
+
+
+def described_job(place: Path) -> QueuedJob:
+    job = submitted(place) or Submitted(id="")
+    return QueuedJob(job.id, str(place))
 
 
 def is_submitted(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fourfold.result.one_rank import (
     KernelTime,
@@ -31,37 +31,30 @@ _STEP_WORDS = {
 
 
 def _layouts(ranks: Sequence[OneRank]) -> Grid:
-    """A row per layout: kernels alone, in the engine, and as the planner predicts them."""
-    rows = []
-    for rank in ranks:
-        row: dict[str, Any] = {"measured": {}, "predicted": {}, **rank.plain()}
+    """Return a row per layout: kernels alone, in the engine, and as the planner predicts them."""
+
+    def predicted_rest(rank: OneRank) -> str:
         parts = dict(rank.step_parts_s or {})
-        row["name"] = name_of(rank.spec)
-        row["layers"] = rank.measured.layers if rank.measured else rank.outcome
-        row["compute_s"] = parts.pop("compute, measured", None)
-        row["rest_s"] = sum(parts.values()) if parts else None
-        rows.append(row)
+        parts.pop("compute, measured", None)
+        return or_dash(sum(parts.values()) if parts else None, ".3f")
+
     return table(
-        rows,
-        *named("layout=name", "rank", "layers"),
-        ("kernels ms/layer", lambda row: or_dash(row.get("kernels_layer_s"), _ms)),
-        ("engine ms/layer", lambda row: or_dash(row.get("engine_layer_s"), _ms)),
-        ("gap", lambda row: or_dash(row.get("layer_gap_pct"), lambda gap: f"{gap:+.0f}%")),
-        ("planner ms/layer", lambda row: or_dash(row["predicted"].get("layer_s"), _ms)),
+        ranks,
+        ("layout", lambda rank: name_of(rank.spec)),
+        *named("rank"),
+        ("layers", lambda rank: str(rank.measured.layers if rank.measured else rank.outcome)),
+        *named("kernels ms/layer=kernels_layer_s:ms.2f", "engine ms/layer=engine_layer_s:ms.2f"),
+        ("gap", lambda rank: or_dash(rank.layer_gap_pct, lambda gap: f"{gap:+.0f}%")),
         *named(
-            "compute s=compute_s:.3f",
+            "planner ms/layer=predicted.layer_s:ms.2f",
+            "compute s=measured.compute_s:.3f",
             "planner compute s=predicted.compute_s:.3f",
             "peak=measured.peak_bytes:bytes",
             "planner peak=predicted.peak_bytes:bytes",
-            "traffic+bubble s=rest_s:.3f",
-            "step s=step_s_with_modelled_traffic:.3f",
-            "planner step s=planner_step_s:.3f",
         ),
+        ("traffic+bubble s", predicted_rest),
+        *named("step s=step_s_with_modelled_traffic:.3f", "planner step s=planner_step_s:.3f"),
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f}"
 
 
 def _phase_rows(found: OneRankResult) -> list[list[str]]:
@@ -133,7 +126,7 @@ def _kernels(found: OneRankResult) -> Grid:
         found.kernels,
         ("kernel", lambda one: f"{one.part} {one.name}"),
         *named("in=when", "makes", "m x n x k, or b x h x q x k x d=shape", "calls"),
-        ("ms", lambda one: f"{1e3 * one.seconds:.4f}"),
+        *named("ms=seconds:ms.4f"),
         ("TFLOP/s", lambda one: f"{_useful_flops(one) / one.seconds / 1e12:.4g}"),
     )
 

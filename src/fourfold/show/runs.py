@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.sweep import varied_text
 from fourfold.text_table import Column, Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
+from fourfold.verbs.sweep import PlannedRun
 
 if TYPE_CHECKING:
     from fourfold.verbs.calibrate import Demo, DemoRun
     from fourfold.verbs.runs import Differences, StoredRuns
-    from fourfold.verbs.sweep import SweepPlan, Swept
-    from fourfold.verbs.train import TrainingState
+    from fourfold.verbs.sweep import SweepPlan, Swept, SweptRun
+    from fourfold.verbs.train import CurveSummary, TrainingState
     from fourfold.verbs.verify import Verified
 
 GIB = 2**30
@@ -96,32 +97,35 @@ def sweep_page(answer: Swept, store: str) -> list[Part]:
         ("combination", _combination),
         *named("outcome", *_FIGURES, "TFLOP/s/GPU=tflops_gpu:.4g", "memory=peak_bytes:bytes"),
         *([] if answer.is_guess else predicted),
-        ("why", lambda row: row["reason"][:70]),
+        ("why", lambda run: run.reason[:70]),
     )
     counts = ", ".join(f"{count} {outcome}" for outcome, count in answer.counts.items() if count)
     ended = f"{sum(answer.counts.values())} of {answer.total} runs recorded: {counts}"
     return [runs, "", f"{ended}; store {store}"]
 
 
-def _combination(row: dict[str, Any]) -> str:
-    is_auto = row["combination"].get("micro_batch") == "auto" and row["micro_batch"]
-    chosen = f" (micro_batch={row['micro_batch']})" if is_auto else ""
-    return varied_text(row["combination"].items()) + chosen
+def _combination(run: SweptRun) -> str:
+    is_auto = run.combination.get("micro_batch") == "auto" and run.micro_batch
+    chosen = f" (micro_batch={run.micro_batch})" if is_auto else ""
+    return varied_text(run.combination.items()) + chosen
 
 
-def _off(row: dict[str, Any]) -> str:
-    predicted, measured = row["predicted"]["step_s"], row["step_s"]
+def _off(run: SweptRun) -> str:
+    predicted, measured = run.predicted.step_s, run.step_s
     return f"{100 * (predicted / measured - 1):+.0f}%" if predicted and measured else "-"
 
 
 def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
     parts: list[Part] = []
     if answer.illegal:
-        rows = [[varied_text(one["combination"].items()), one["reason"]] for one in answer.illegal]
-        parts += [Grid(["illegal", "why"], rows), ""]
+        columns = (
+            ("illegal", lambda run: varied_text(run.combination.items())),
+            *named("why=reason"),
+        )
+        parts += [table(answer.illegal, *columns), ""]
     if answer.planned:
         parts += [_planned(answer.planned), ""]
-    stored = sum(row["runs_left"] == 0 for row in answer.planned)
+    stored = sum(run.runs_left == 0 for run in answer.planned)
     better = "; 'fourfold calibrate' gives a better estimate" if answer.is_guess else ""
     parts += [
         f"{answer.total} combinations: {len(answer.illegal)} illegal, {len(answer.planned)} legal, "
@@ -132,55 +136,60 @@ def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
     return [*parts, *(["nothing was run; add --run to start"] if unstarted else [])]
 
 
-def _planned(rows: list[dict[str, Any]]) -> Grid:
+def _planned(runs: Sequence[PlannedRun]) -> Grid:
     fits = {True: "", None: "", False: ", does not fit"}
+    shown = {*PlannedRun.__slots__, "layout", *AXES, *EXPERT_AXES}
 
-    def others(row: dict[str, Any]) -> str:
+    def others(run: PlannedRun) -> str:
         """What the sweep varies beside the columns; an MPT sweep varies two of a batch at once."""
-        shown, varied = {*row, "layout", *AXES, *EXPERT_AXES}, flattened(row["combination"])
+        varied = flattened(run.combination)
         return varied_text((k, v) for k, v in varied.items() if shown.isdisjoint(k.split(".")))
 
-    settings = [("settings", others)] if any(map(others, rows)) else []
+    settings = [("settings", others)] if any(map(others, runs)) else []
     return table(
-        rows,
+        runs,
         *named(*_RUN, "recompute", "left=runs_left", "step time=step_s:seconds"),
         (
             "80% interval",
-            lambda row: f"{show_seconds(row['step_s_low'])} to {show_seconds(row['step_s_high'])}",
+            lambda run: f"{show_seconds(run.step_s_low)} to {show_seconds(run.step_s_high)}",
         ),
-        ("memory", lambda row: show_bytes(row["peak_bytes"]) + fits[row["fits"]]),
+        ("memory", lambda run: show_bytes(run.peak_bytes) + fits[run.fits]),
         *named("run=run_s:seconds"),
         *settings,
     )
 
 
 def training_page(answer: TrainingState) -> list[Part]:
-    plain = answer.facts
     lines = [
-        ["outcome", plain["outcome"], plain.get("note", "")],
-        ["steps", f"{plain['steps_done']:,}", f"of {plain['steps']:,}"],
+        ["outcome", answer.outcome, answer.note or ""],
+        ["steps", f"{answer.steps_done:,}", f"of {answer.steps:,}"],
     ]
-    if plain["steps_done"]:
-        count = plain["recent_steps"]
-        recent = f"of the last {count:,} steps" if count > 1 else "of the last step"
-        mean, median = ("mean ", "median ") if count > 1 else ("", "")
-        lines += [
-            ["first loss", f"{plain['first_loss']:.4f}", ""],
-            ["recent loss", f"{plain['recent_loss']:.4f}", f"{mean}{recent}"],
-            ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
-            ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
-            ["step time", show_seconds(plain["step_s"]), f"{median}{recent}"],
-            ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
-        ]
-        if plain.get("unigram_nats") is not None:
-            gap = plain["recent_loss"] - plain["unigram_nats"]
-            side = "above" if gap > 0 else "below"
-            note = f"entropy of single tokens; the recent loss is {abs(gap):.4f} {side} it"
-            lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
-        if plain["mfu_pct"] is not None:
-            lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", f"by {plain['convention']}"])
-    lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
-    return [quantities(lines), "", f"saved in {plain['folder']}"]
+    if answer.curve is not None:
+        lines += _curve_rows(answer.curve, answer.unigram_nats, answer.convention)
+    lines.append(["checkpoint", answer.checkpoint or "none", ""])
+    return [quantities(lines), "", f"saved in {answer.folder}"]
+
+
+def _curve_rows(curve: CurveSummary, unigram_nats: float | None, rule: str) -> list[list[str]]:
+    count = curve.recent_steps
+    recent = f"of the last {count:,} steps" if count > 1 else "of the last step"
+    mean, median = ("mean ", "median ") if count > 1 else ("", "")
+    lines = [
+        ["first loss", f"{curve.first_loss:.4f}", ""],
+        ["recent loss", f"{curve.recent_loss:.4f}", f"{mean}{recent}"],
+        ["best loss", f"{curve.best_loss:.4f}", f"step {curve.best_step:,}"],
+        ["tokens", f"{curve.tokens:,}", f"{curve.sequences:,} sequences"],
+        ["step time", show_seconds(curve.step_s), f"{median}{recent}"],
+        ["tokens/s", f"{curve.tokens_s:,.0f}", ""],
+    ]
+    if unigram_nats is not None:
+        gap = curve.recent_loss - unigram_nats
+        side = "above" if gap > 0 else "below"
+        note = f"entropy of single tokens; the recent loss is {abs(gap):.4f} {side} it"
+        lines.insert(2, ["unigram", f"{unigram_nats:.4f}", note])
+    if curve.mfu_pct is not None:
+        lines.append(["MFU", f"{curve.mfu_pct:.2f} %", f"by {rule}"])
+    return lines
 
 
 def demo_page(answer: Demo) -> list[Part]:
@@ -206,7 +215,7 @@ def demo_page(answer: Demo) -> list[Part]:
         "",
         f"{chosen.model}, {counted(batch.global_batch, 'sequence')} of {batch.seq_len} tokens, "
         f"{chosen.policy.precision_name}; {counted(chosen.ranks, 'rank')}"
-        f" on {answer.cluster.device.name}",
+        f" on {answer.device}",
         "predicted from kernels and links measured a minute ago, before any step was run; "
         "'fourfold fit' learns from runs",
         *_judged(answer.runs),
@@ -262,49 +271,49 @@ def _shown(name: str, value: Any) -> str:
 
 
 def verified_page(answer: Verified) -> list[Part]:
-    rows = answer.layouts
-    # All that failed; of what passed, the worst few of each family say enough.
-    shown = [row for row in rows if not row["pass"]]
-    shown += sorted((r for r in rows if r["pass"]), key=lambda r: -r["grad_rel"])[:12]
+    layouts = answer.layouts
+    # All that failed; of what passed, the worst few say enough.
+    shown = [layout for layout in layouts if not layout.passed]
+    passed = (layout for layout in layouts if layout.passed)
+    shown += sorted(passed, key=lambda layout: -(layout.grad_rel or 0.0))[:12]
     checked = table(
         shown,
         *named("family", "layout", "policy", "loss=loss_diff:.1e", "norm=norm_rel:.1e"),
         *named("grad=grad_rel:.1e", "param=param_rel:.1e"),
-        ("result", lambda r: "pass" if r["pass"] else "error" if r.get("error") else "FAIL"),
+        ("result", lambda row: "pass" if row.passed else "error" if row.error else "FAIL"),
     )
-    hidden = len(rows) - len(shown)
+    hidden = len(layouts) - len(shown)
     more = [f"{hidden} more passed (--format json has all)"] if hidden > 0 else []
     errors = [
-        f"{r['family']} {r['layout']} {r['policy']}: {r['error']}" for r in rows if r.get("error")
+        f"{row.family} {row.layout} {row.policy}: {row.error}" for row in layouts if row.error
     ]
-    names = Counter(
-        f"{r['family']}: {'; '.join(r['signature'])}" for r in rows if r.get("signature")
-    )
-    said = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
-    return [checked, "", *more, *errors, *said, *_routing(rows), _verification(answer)]
+    names = Counter(f"{row.family}: {'; '.join(row.signature)}" for row in layouts if row.signature)
+    counts = [name if count == 1 else f"{name} ({count} layouts)" for name, count in names.items()]
+    return [checked, "", *more, *errors, *counts, *_routing(answer), _verification(answer)]
 
 
-def _routing(rows: list[dict[str, Any]]) -> list[str]:
-    """What tokens of models with experts did, in all layouts together."""
-    routed = [row["routing"] for row in rows if "routing" in row]
+def _routing(answer: Verified) -> list[str]:
+    """Return lines on the tokens of models with experts, in all layouts together."""
+    routed = [layout.routing for layout in answer.layouts if layout.routing]
     if not routed:
         return []
-    redrawn = sorted({found["seed"] for found in routed} - {min(f["seed"] for f in routed)})
-    most = {
-        name: max(found[name] for found in routed)
-        for name in ("wrong", "idle", "idle_on_a_rank", "dropped")
-    }
-    closest = min(found["margin"] for found in routed)
+    seeds = {routing.seed for routing in routed}
+    redrawn = ", ".join(map(str, sorted(seeds - {min(seeds)})))
+    wrong = max(routing.wrong for routing in routed)
+    idle = max(routing.idle for routing in routed)
+    idle_on_a_rank = max(routing.idle_on_a_rank for routing in routed)
+    dropped = max(routing.dropped for routing in routed)
+    closest = min(routing.margin for routing in routed)
     return [
-        f"experts: {most['wrong'] or 'no'} choices differ, smallest margin {closest:.1e} of a score"
-        + (f" (redrawn with seed {', '.join(map(str, redrawn))})" if redrawn else ""),
-        f"in three steps up to {most['idle']} experts without tokens, {most['idle_on_a_rank']} "
-        f"without tokens of some rank, {most['dropped']} choices dropped",
+        f"experts: {wrong or 'no'} choices differ, smallest margin {closest:.1e} of a score"
+        + (f" (redrawn with seed {redrawn})" if redrawn else ""),
+        f"in three steps up to {idle} experts without tokens, {idle_on_a_rank} "
+        f"without tokens of some rank, {dropped} choices dropped",
     ]
 
 
 def _verification(answer: Verified) -> str:
-    families = Counter(row["family"] for row in answer.layouts)
+    families = Counter(layout.family for layout in answer.layouts)
     by_family = ", ".join(f"{family} {count}" for family, count in families.items())
     refused = ", ".join(f"{reason} {count}" for reason, count in answer.refused.items())
     fault = f", fault {answer.fault} planted" if answer.fault else ""

@@ -14,7 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fourfold.errors import UserError, nearest
 from fourfold.escape import toml_text
@@ -59,6 +59,54 @@ def takes_more(
 @functools.cache
 def type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
+
+
+class JsonForm(NamedTuple):
+    """The way a dataclass's field stands in JSON, as the mark of its `Annotated` type: under
+    another `key`, or in another `form`; with `null` also where it is None.
+
+    Forms: text pairs as a table ('pairs'); its own fields among those around it ('inline'; 'file':
+    behind the schema and the type, as in a stored file); without what equals its default
+    ('sparse'); not at all ('hidden').
+    """
+
+    key: str = ""
+    form: Literal["", "pairs", "inline", "file", "sparse", "hidden"] = ""
+    null: bool = False
+
+
+HIDDEN, INLINE, AS_FILE = JsonForm(form="hidden"), JsonForm(form="inline"), JsonForm(form="file")
+SPARSE, NULL = JsonForm(form="sparse"), JsonForm(null=True)
+
+
+class JsonField(NamedTuple):
+    """A field of a dataclass, and how it stands in JSON."""
+
+    name: str
+    json: JsonForm
+    default: Any
+    is_compared: bool
+
+    @property
+    def key(self) -> str:
+        return self.json.key or self.name
+
+
+@functools.cache
+def json_fields(cls: type) -> tuple[JsonField, ...]:
+    """Return the fields of a dataclass, in their order."""
+    hints = type_hints(cls)
+    return tuple(
+        JsonField(field.name, _json_form(hints[field.name]), _default_of(field), field.compare)
+        for field in dataclasses.fields(cls)
+    )
+
+
+def _json_form(hint: Any) -> JsonForm:
+    if hint == tuple[tuple[str, str], ...]:
+        return JsonForm(form="pairs")
+    marks = getattr(hint, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, JsonForm)), JsonForm())
 
 
 @functools.cache
@@ -108,7 +156,7 @@ def decode_value(hint: Any, value: object, path: str) -> Any:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:
-        if isinstance(value, str):
+        if isinstance(value, str) and not isinstance(arguments[1], JsonForm):
             try:
                 return arguments[1](value)
             except UserError as error:
@@ -196,26 +244,30 @@ def _decode_scalar(hint: Any, value: object, path: str) -> Any:
 
 
 def encode(value: Any, *, sparse: bool = False) -> Any:
-    """An instance -> plain data. `sparse` leaves out what equals its default or is never compared
-    (for hashes)."""
+    """An instance -> plain data; a number that is none (NaN) is None. `sparse` leaves out what
+    equals its default or is never compared (for hashes)."""
     if hasattr(value, "to_plain"):
         return value.to_plain()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain: dict[str, Any] = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name)
-            if item is None or (sparse and (item == _default_of(field) or not field.compare)):
+        for field in json_fields(type(value)):
+            content, form = getattr(value, field.name), field.json.form
+            if form == "hidden" or (content is None and not field.json.null):
                 continue
-            if type_hints(type(value))[field.name] == tuple[tuple[str, str], ...]:
-                plain[field.name] = dict(item)
+            if sparse and (content == field.default or not field.is_compared):
+                continue
+            if form == "pairs":
+                plain[field.key] = dict(content)
+            elif form in ("inline", "file"):
+                plain |= dump(content) if form == "file" else encode(content, sparse=sparse)
             else:
-                plain[field.name] = encode(item, sparse=sparse)
+                plain[field.key] = encode(content, sparse=sparse or form == "sparse")
         return plain
-    if isinstance(value, tuple):
-        return [encode(item, sparse=sparse) for item in value]
+    if isinstance(value, tuple | list):
+        return [encode(part, sparse=sparse) for part in value]
     if isinstance(value, dict):
-        return {key: encode(item, sparse=sparse) for key, item in value.items()}
-    return value
+        return {key: encode(part, sparse=sparse) for key, part in value.items()}
+    return None if isinstance(value, float) and value != value else value
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

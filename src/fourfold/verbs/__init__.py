@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from fourfold.escape import html_table
 from fourfold.spec import check, codec
@@ -44,21 +44,36 @@ def set_field(request: Any, name: str, value: Any) -> None:
     object.__setattr__(request, name, value)
 
 
-def measured(one: Any) -> dict[str, Any]:
-    """The fields of a score; what could not be scored (NaN) is None."""
-    return {name: None if value != value else value for name, value in asdict(one).items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a verb returns. `plain` is its JSON, without fields that are None; `rows` are flat dicts
-    in base units, one for each line of a table."""
+    """The result of a verb: its fields are its JSON, without those that are None (a field that
+    stands there in another way has a `codec.JsonForm`).
+
+    The rows of its table are those under the key `TABLE` of that JSON, as flat dicts in base units;
+    without one the answer is a single row. `SHARED` are keys that every row begins with, or
+    'column=key'; `NAMES` is the column of the names of a table that is a dict. The JSON of a `LIST`
+    is its table alone.
+    """
+
+    TABLE: ClassVar[str] = ""
+    SHARED: ClassVar[tuple[str, ...]] = ()
+    NAMES: ClassVar[str] = ""
+    LIST: ClassVar[bool] = False
 
     def plain(self) -> Any:
-        return codec.encode(self)
+        plain = codec.encode(self)
+        return plain[self.TABLE] if self.LIST else plain
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self.plain()]
+        if not self.TABLE:
+            return [self.plain()]
+        plain = codec.encode(self)
+        table = plain[self.TABLE]
+        if isinstance(table, dict):
+            table = [{self.NAMES: name, **row} for name, row in table.items()]
+        pairs = [(text.partition("=")[0], text.rpartition("=")[2]) for text in self.SHARED]
+        shared = {column: plain[key] for column, key in pairs if key in plain}
+        return [shared | row for row in table]
 
     def _repr_html_(self) -> str:
         return html_table(self.rows())

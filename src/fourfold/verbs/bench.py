@@ -30,6 +30,8 @@ MOST_TRIALS = 6
 
 @dataclass(frozen=True, slots=True)
 class Benched(Answer):
+    """Runs as they are stored; the JSON of one run is that run."""
+
     runs: tuple[RunShown, ...]
 
     @property

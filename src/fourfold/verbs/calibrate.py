@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 from fourfold.cost.fit.calibration import to_json
 from fourfold.cost.fit.machine import calibration_of, coefficients_of
@@ -34,13 +35,16 @@ CPU_RANKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Calibrated(Answer):
-    """`ranks`: those of the cluster that this host is described as."""
+    """A profile as its file, with the coefficients that follow from it; `ranks`: those of the
+    cluster that this host is described as."""
 
-    profile: HardwareProfile
-    ranks: int
+    profile: Annotated[HardwareProfile, codec.AS_FILE]
+    knobs: dict[str, float]
+    ranks: Annotated[int, codec.HIDDEN]
 
-    def plain(self) -> dict[str, Any]:
-        return codec.dump(self.profile) | {"knobs": coefficients_of(self.profile)}
+    @classmethod
+    def of_profile(cls, profile: HardwareProfile, ranks: int) -> Calibrated:
+        return cls(profile, coefficients_of(profile), ranks)
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each measured point, by kind."""
@@ -69,7 +73,7 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
             folder, job, HardwareProfile, (None,), progress(on_event), launcher_of(site)
         )
     of_hosts = job.ranks if site else max(point.ranks for point in profile.shared)
-    return Calibrated(profile, request.ranks or of_hosts)
+    return Calibrated.of_profile(profile, request.ranks or of_hosts)
 
 
 def submit_calibrate(request: CalibrateRequest) -> Submission:
@@ -136,15 +140,16 @@ class DemoRun:
 
 @dataclass(frozen=True, slots=True)
 class Demo(Answer):
-    scene: Scene
-    cluster: Cluster
+    TABLE = "runs"
+    model: str
+    cluster: str
     runs: tuple[DemoRun, ...]
+    scene: Annotated[Scene, codec.HIDDEN]
+    device: Annotated[str, codec.HIDDEN]
 
-    def plain(self) -> dict[str, Any]:
-        return {"model": self.scene.model, "cluster": self.cluster.name, "runs": self.rows()}
-
-    def rows(self) -> list[dict[str, Any]]:
-        return codec.encode(self.runs)
+    @classmethod
+    def of_runs(cls, scene: Scene, cluster: Cluster, runs: Sequence[DemoRun]) -> Demo:
+        return cls(scene.model, cluster.name, tuple(runs), scene, cluster.device.name)
 
 
 def demo(
@@ -175,7 +180,7 @@ def demo(
         for (_, said), report in zip(planned, reports, strict=True):
             Store(store).keep(replace(report, predicted=replace(said, basis=basis)))
     runs = [_run(*one, report) for one, report in zip(planned, reports, strict=True)]
-    return Demo(chosen, cluster, tuple(runs))
+    return Demo.of_runs(chosen, cluster, runs)
 
 
 def _plan(

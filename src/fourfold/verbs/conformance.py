@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,21 @@ class Conformance(Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engines(Answer):
-    folder: str
-    releases: list[dict[str, str]] = field(default_factory=list)
+class InstalledRelease:
+    """A release of an engine, and the folder of its own that it is installed in."""
 
-    def rows(self) -> list[dict[str, Any]]:
-        return [dict(one) for one in self.releases]
+    engine: str
+    version: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines(Answer):
+    """The releases in a folder of engines."""
+
+    TABLE = "releases"
+    folder: str
+    releases: tuple[InstalledRelease, ...] = ()
 
 
 def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformance:
@@ -230,12 +239,12 @@ def engines(request: EnginesRequest) -> Engines:
 
 
 def _listed(folder: Path, releases: list[Release]) -> Engines:
-    rows = [
-        {
-            "engine": one.engine,
-            "version": one.version,
-            "folder": str(Path(one.python).parent.parent),
-        }
-        for one in releases
-    ]
-    return Engines(folder=str(folder), releases=rows)
+    rows = (
+        InstalledRelease(
+            engine=release.engine,
+            version=release.version,
+            folder=str(Path(release.python).parent.parent),
+        )
+        for release in releases
+    )
+    return Engines(folder=str(folder), releases=tuple(rows))

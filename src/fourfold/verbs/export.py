@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fourfold import files
 from fourfold.cost.count.params import model_params
@@ -27,7 +26,7 @@ from fourfold.search.plan_answer import PlanRow
 from fourfold.search.query import usual_cluster, usual_policy
 from fourfold.search.ranking import Ranking
 from fourfold.search.resolve import resolve
-from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check, codec
+from fourfold.spec import Batch, Layout, ModelShape, RunSpec, catalog, check
 from fourfold.spec.engine import EXPORTS, Engine
 from fourfold.spec.policy import Policy
 from fourfold.spec.supported import left_out
@@ -196,13 +195,11 @@ class SupportRow:
 class Support(Answer):
     """`runs_here`: 'yes', or why our own engine does not run it."""
 
+    TABLE, SHARED = "lines", ("model",)
     model: str
     params: int
     runs_here: str
     lines: tuple[SupportRow, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [{"model": self.model, **codec.encode(line)} for line in self.lines]
 
 
 def support(request: SupportRequest) -> Support:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
 from fourfold import door
-from fourfold.cost.fit.accuracy import FoldScore, Result, fold_scores, study
-from fourfold.cost.fit.calibration import Calibration, load, to_json
+from fourfold.cost.fit.accuracy import FoldScore, Result, Score, fold_scores, study
+from fourfold.cost.fit.calibration import Calibration, FittedStack, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
 from fourfold.cost.fit.folds import sample
 from fourfold.cost.fit.pairs import PairScore, pair_scores
@@ -23,11 +23,11 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, notes, warnings
 from fourfold.search.rows.engines import resolve_rows
 from fourfold.search.rows.read import parse
-from fourfold.spec import check
+from fourfold.spec import check, codec
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
 from fourfold.units import counted
-from fourfold.verbs import Answer, measured
+from fourfold.verbs import Answer
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
@@ -52,35 +52,47 @@ _MOST_OWN_RUNS = 500
 
 @dataclass(frozen=True, slots=True)
 class Suggested(Answer):
-    suggested: list[dict[str, Any]]
+    """The runs that are most informative to measure, by columns of the reference schema."""
 
-    def rows(self) -> list[dict[str, Any]]:
-        return self.suggested
+    TABLE = "suggested"
+    suggested: list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedKey:
+    """A fitted stack on a cluster: the measured rows behind it, the coefficients that they decide,
+    and cross-validated errors by name."""
+
+    stack: str
+    cluster: str
+    rows: int
+    free_time: tuple[str, ...]
+    free_memory: tuple[str, ...]
+    errors_pct: Annotated[dict[str, float], codec.INLINE]
+
+    @classmethod
+    def of_stack(cls, fitted: FittedStack) -> FittedKey:
+        errors_pct = {f"{name}_pct": error for name, error in fitted.errors_pct.items()}
+        free = fitted.free_time, fitted.free_memory
+        return cls(fitted.stack, fitted.cluster, fitted.rows_time, *free, errors_pct)
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted(Answer):
-    calibration: Calibration
+    """A calibration; a row is a stack on a cluster. `out`: the file that it was written to."""
+
+    TABLE = "entries"
+    out: str | None
+    entries: tuple[FittedKey, ...]
+    calibration: Annotated[Calibration, codec.HIDDEN]
+
+    @classmethod
+    def of_calibration(cls, calibration: Calibration, out: str | None = None) -> Fitted:
+        return cls(out, tuple(map(FittedKey.of_stack, calibration.entries)), calibration)
 
     def json(self) -> str:
-        """The file that 'plan', 'predict' and 'score' take as --calibration."""
+        """Return the file that 'plan', 'predict' and 'score' take as --calibration."""
         return to_json(self.calibration)
-
-    def plain(self) -> dict[str, Any]:
-        return {"entries": self.rows()}
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "stack": e.stack,
-                "cluster": e.cluster,
-                "rows": e.rows_time,
-                "free_time": list(e.free_time),
-                "free_memory": list(e.free_memory),
-                **{f"{n}_pct": v for n, v in e.errors_pct.items()},
-            }
-            for e in self.calibration.entries
-        ]
 
 
 def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
@@ -125,7 +137,7 @@ def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
     name = request.name or "+".join(table.table.name for table in tables)
     known = dict(map(_fixed, request.fix))
     found = calibrate(tables, name=name, prior=prior, tell=notes(on_event), fixed=known)
-    return Fitted(replace(found, runs=_own_runs(tables)))
+    return Fitted.of_calibration(replace(found, runs=_own_runs(tables)))
 
 
 def _own_runs(tables: list[Rows]) -> str:
@@ -182,23 +194,31 @@ def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggeste
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """One table, or one source of a kind of fold, scored in one way; null where the table has
+    nothing to compare with."""
+
+    how: str
+    score: Annotated[Score, codec.INLINE]
+    free_parameters: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scores(Answer):
-    """`folds`: each kind of fold; `results` has each source in it. `pairs`: of runs that differ in
-    one setting."""
+    """Scores of tables and of sources; `folds`: each kind of fold, `pairs`: of runs that differ in
+    one setting, None where they were not asked for. `results`: with the predictions behind them."""
 
-    results: tuple[Result, ...]
-    folds: tuple[FoldScore, ...] = ()
-    pairs: tuple[PairScore, ...] = ()
+    TABLE = "scores"
+    scores: tuple[ScoreRow, ...]
+    folds: tuple[FoldScore, ...] | None
+    pairs: tuple[PairScore, ...] | None
+    results: Annotated[tuple[Result, ...], codec.HIDDEN]
 
-    def plain(self) -> dict[str, Any]:
-        more = {"folds": [*map(measured, self.folds)], "pairs": [*map(asdict, self.pairs)]}
-        return {"scores": self.rows()} | {name: value for name, value in more.items() if value}
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {"how": one.how, **measured(one.score), "free_parameters": one.free}
-            for one in self.results
-        ]
+    @classmethod
+    def of_results(cls, results: tuple[Result, ...], *, pairs: bool) -> Scores:
+        scores = tuple(ScoreRow(one.how, one.score, one.free) for one in results)
+        compared = pair_scores(results) if pairs else ()
+        return cls(scores, fold_scores(results) or None, compared or None, results)
 
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
@@ -212,6 +232,5 @@ def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
     known = read_calibration(request.calibration)
     # As 'predict' reads them, where nothing is fitted again by the names in the table.
     tables = [_read(path, on_event, None if how else known) for path in request.rows]
-    found = study(tables, known, asked=how, tell=notes(on_event))
-    pairs = pair_scores(found) if request.pairs else ()
-    return Scores(found, fold_scores(found), pairs)
+    results = study(tables, known, asked=how, tell=notes(on_event))
+    return Scores.of_results(results, pairs=request.pairs)

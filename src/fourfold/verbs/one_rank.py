@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fourfold import files
 from fourfold.cost import one_rank as model
@@ -88,7 +88,7 @@ class OneRank:
     world: int
     rank: int
     place: dict[str, int]
-    spec: RunSpec
+    spec: Annotated[RunSpec, codec.SPARSE]
     outcome: Outcome
     planner_basis: str
     planner_step_s: float
@@ -108,12 +108,9 @@ class OneRank:
     step_s_with_modelled_traffic: float | None = None
     step_parts_s: dict[str, float] | None = None
 
-    def plain(self) -> dict[str, Any]:
-        return codec.encode(self) | {"spec": codec.encode(self.spec, sparse=True)}
-
     def row(self) -> dict[str, Any]:
         """Its numbers, without kernels, phases and the whole spec."""
-        plain = self.plain()
+        plain = codec.encode(self)
         row = {n: v for n, v in plain.items() if not isinstance(v, dict | list)}
         row |= {"sharding": self.spec.policy.sharding, "micro_batch": self.spec.batch.micro_batch}
         if self.measured is not None:
@@ -121,16 +118,16 @@ class OneRank:
         return row | {"predicted": plain.get("predicted", {})}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OneRanks(Answer):
+    """The ranks that were measured here, each without its peers."""
+
+    kind: str = "stand-in"
     ranks: tuple[OneRank, ...]
 
     @property
     def ok(self) -> bool:
         return all(rank.measured is not None for rank in self.ranks)
-
-    def plain(self) -> dict[str, Any]:
-        return {"kind": "stand-in", "ranks": [rank.plain() for rank in self.ranks]}
 
     def rows(self) -> list[dict[str, Any]]:
         return [rank.row() for rank in self.ranks]
@@ -154,7 +151,7 @@ def one_rank(
         options.append(("trace", str(trace_path(request.trace))))
     measured = measure_ranks(specs, options, request, on_event)
     return OneRanks(
-        tuple(
+        ranks=tuple(
             _beside(planner, rank, _of_rank(report, rank), result)
             for planner, rank, (report, result) in zip(planners, ranks, measured, strict=True)
         )

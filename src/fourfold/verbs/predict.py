@@ -114,7 +114,7 @@ def _with_basis(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedTable:
+class PredictedTable(Answer):
     """A table's rows with seconds, memory and fit; NaN where a row cannot be expressed."""
 
     row_ids: list[str]
@@ -212,61 +212,66 @@ def predict_table(
 _LIMITS = Limits(start_s=1800.0, step_s=1800.0)
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """Counts of the ranks asked for; `unseen` is what a GPU holds and a dry run cannot see."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun(Answer):
+    """Counts of ranks, one a stage; `unseen` is what a GPU holds and a dry run cannot see."""
 
-    spec: RunSpec
-    counts: tuple[RankCount, ...]
+    model: str
+    layout: str
+    gpus: int
+    stages: tuple[RankCount, ...]
+    worst_stage: int
+    unseen: tuple[Unseen, ...]
+    unseen_bytes: int
+    peak_with_unseen_bytes: int
+    extrapolation: str
+
+    @classmethod
+    def of_counts(cls, spec: RunSpec, counts: Sequence[RankCount]) -> DryRun:
+        worst, unseen = _worst(counts), unseen_parts(anywhere(spec))
+        unseen_bytes = sum(part.bytes for part in unseen)
+        return cls(
+            model=spec.model.name,
+            layout=str(spec.layout),
+            gpus=spec.gpus,
+            stages=tuple(counts),
+            worst_stage=worst.stage,
+            unseen=unseen,
+            unseen_bytes=unseen_bytes,
+            peak_with_unseen_bytes=worst.peak_bytes + unseen_bytes,
+            extrapolation=_extrapolation(counts[0]),
+        )
 
     @property
     def worst(self) -> RankCount:
-        return max(self.counts, key=lambda count: count.peak_bytes)
-
-    @property
-    def unseen(self) -> tuple[Unseen, ...]:
-        return unseen_parts(anywhere(self.spec))
-
-    @property
-    def peak_with_unseen_bytes(self) -> int:
-        return self.worst.peak_bytes + sum(part.bytes for part in self.unseen)
-
-    @property
-    def extrapolation(self) -> str:
-        first = self.counts[0]
-        if not first.counted_at:
-            return ""
-        few, more = first.counted_at
-        return (
-            f"counted at {few} and {more} micro batches, extrapolated linearly "
-            f"to the {first.micro_batches} of the step"
-        )
+        return _worst(self.stages)
 
     def moved_bytes(self, count: RankCount, axis: str) -> int:
         return sum(traffic.bytes for traffic in count.comm if traffic.axis == axis)
 
-    def plain(self) -> dict[str, Any]:
-        return {
-            "model": self.spec.model.name,
-            "layout": str(self.spec.layout),
-            "gpus": self.spec.gpus,
-            "stages": [codec.encode(count) for count in self.counts],
-            "worst_stage": self.worst.stage,
-            "unseen": [codec.encode(part) for part in self.unseen],
-            "unseen_bytes": sum(part.bytes for part in self.unseen),
-            "peak_with_unseen_bytes": self.peak_with_unseen_bytes,
-            "extrapolation": self.extrapolation,
-        }
-
     def rows(self) -> list[dict[str, Any]]:
-        """One for each rank; bytes of its collectives by axis."""
-        head = {"model": self.spec.model.name, "layout": str(self.spec.layout)}
+        """The numbers of each rank, and bytes of its collectives by axis."""
+        shared = {"model": self.model, "layout": self.layout}
         return [
-            head
-            | {n: v for n, v in codec.encode(one).items() if not isinstance(v, list | dict)}
-            | {f"{axis}_bytes": self.moved_bytes(one, axis) for axis in (*AXES, "ep")}
-            for one in self.counts
+            shared
+            | {n: v for n, v in codec.encode(count).items() if not isinstance(v, list | dict)}
+            | {f"{axis}_bytes": self.moved_bytes(count, axis) for axis in (*AXES, "ep")}
+            for count in self.stages
         ]
+
+
+def _worst(counts: Sequence[RankCount]) -> RankCount:
+    return max(counts, key=lambda count: count.peak_bytes)
+
+
+def _extrapolation(count: RankCount) -> str:
+    if not count.counted_at:
+        return ""
+    few, more = count.counted_at
+    return (
+        f"counted at {few} and {more} micro batches, extrapolated linearly "
+        f"to the {count.micro_batches} of the step"
+    )
 
 
 def dryrun(
@@ -287,4 +292,4 @@ def dryrun(
         options=(("ranks", ",".join(map(str, ranks))),),
         limits=_LIMITS,
     )
-    return DryRun(spec, tuple(answers(job, RankCount, ranks, progress(on_event))))
+    return DryRun.of_counts(spec, answers(job, RankCount, ranks, progress(on_event)))

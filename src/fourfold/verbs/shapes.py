@@ -29,32 +29,37 @@ DEFAULT_SEQ_LEN = 2048
 
 @dataclass(frozen=True, slots=True)
 class OneCluster(Answer):
-    """`toml` keeps rates and times as they were given."""
+    """A cluster as its file; a row is a level of its links, from inner to outer. `toml` keeps rates
+    and times as they were given."""
 
-    cluster: Cluster
-    toml: str
+    TABLE, SHARED = "links", ("cluster=name",)
+    cluster: Annotated[Cluster, codec.AS_FILE]
+    toml: Annotated[str, codec.HIDDEN]
 
-    def plain(self) -> dict[str, Any]:
-        return codec.dump(self.cluster)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One for each level, from inner to outer."""
-        return [{"cluster": self.cluster.name, **codec.encode(link)} for link in self.cluster.links]
+@dataclass(frozen=True, slots=True)
+class OneGpu(Answer):
+    """A GPU as its file."""
+
+    device: Annotated[Device, codec.AS_FILE]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus(Answer):
+    """The GPUs of the catalogue."""
+
+    TABLE, LIST = "gpus", True
+    gpus: tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue(Answer):
-    """Known clusters and GPUs; the GPUs alone are a list."""
+    """The clusters and GPUs of the catalogue; a row is a cluster, with its GPU's name."""
 
     clusters: tuple[Cluster, ...]
     gpus: tuple[Device, ...]
 
-    def plain(self) -> Any:
-        return codec.encode(self) if self.clusters else codec.encode(self.gpus)
-
     def rows(self) -> list[dict[str, Any]]:
-        if not self.clusters:
-            return self.plain()
         return [codec.encode(one) | {"device": one.device.id} for one in self.clusters]
 
 
@@ -63,8 +68,13 @@ def clusters() -> Catalogue:
     return Catalogue(known, gpus().gpus)
 
 
-def gpus() -> Catalogue:
-    return Catalogue((), tuple(catalog.device(name) for name in catalog.device_names()))
+def gpus() -> Gpus:
+    return Gpus(tuple(catalog.device(name) for name in catalog.device_names()))
+
+
+def gpu(name: str) -> OneGpu:
+    """Return a GPU of the catalogue, or of a file."""
+    return OneGpu(catalog.device(name))
 
 
 def cluster(name: str) -> OneCluster:
@@ -115,10 +125,10 @@ class Model(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Models(Answer):
-    models: tuple[Model, ...]
+    """The presets of the catalogue; the row of each is that of the model alone."""
 
-    def plain(self) -> list[dict[str, Any]]:
-        return codec.encode(self.models)
+    TABLE, LIST = "models", True
+    models: tuple[Model, ...]
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for one in self.models for row in one.rows()]
@@ -241,6 +251,7 @@ class FlopsRequest(Request):
 class Flops(Answer):
     """FLOPs per token and, of a measured speed, TFLOP/s; with a GPU MFU and HFU."""
 
+    TABLE, NAMES = "conventions", "convention"
     model: str
     params: int
     active_params: int | None
@@ -253,10 +264,6 @@ class Flops(Answer):
     peak_flops: float | None
     tokens_per_s: float | None
     conventions: dict[str, Utilisation]
-
-    def rows(self) -> list[dict[str, Any]]:
-        counted = self.conventions.items()
-        return [{"convention": name, **codec.encode(row)} for name, row in counted]
 
 
 def flops(run: AnyRun, request: FlopsRequest | None = None) -> Flops:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
@@ -21,7 +20,7 @@ from fourfold.launch.identity import claim
 from fourfold.launch.local import JobError, require_torch
 from fourfold.launch.permit import Permit, warned_if_shared
 from fourfold.launch.queue import Queue, Work
-from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
+from fourfold.launch.slurm import QueuedJob, Slurm, described_job, is_submitted, script_of
 from fourfold.result.files.store import Store
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.result.report import RunReport
@@ -36,15 +35,13 @@ from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest
 
 @dataclass(frozen=True, slots=True)
 class Submission(Answer):
-    """Jobs that were left to a scheduler, or batch scripts that nobody has submitted yet; `waiting`
-    tells of runs that the site does not want queued yet."""
+    """Jobs that were left to a scheduler, or batch scripts that are not submitted yet; `waiting`
+    is about runs that the site does not want queued yet."""
 
-    jobs: tuple[dict[str, str], ...] = ()
+    TABLE = "jobs"
+    jobs: tuple[QueuedJob, ...] = ()
     scripts: tuple[str, ...] = ()
     waiting: str = ""
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [dict(job) for job in self.jobs]
 
 
 def site_of(request: Launch | CalibrateRequest) -> Site | None:

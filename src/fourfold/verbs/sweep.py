@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fourfold.cost.count.flops import Convention, FlopsQuery, convention
 from fourfold.errors import UserError
@@ -12,6 +12,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign, Done
 from fourfold.result.report import OUTCOMES, Prediction
 from fourfold.search.predict import run_s
+from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
@@ -20,53 +21,115 @@ from fourfold.verbs.bench import choose_micro_batch, permit_of, warn_of_emulatio
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
 from fourfold.verbs.sites import Submission, campaign_of, submission
-from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
+from fourfold.verbs.sweep_source import Prepared, SkippedRun, Source, predictions, prepared
+
+Figure = Annotated[float | None, codec.NULL]  # None: not measured, or not predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPrediction:
+    """The seconds and bytes that were predicted for a run before it ran."""
+
+    step_s: Figure
+    step_s_low: Figure
+    step_s_high: Figure
+    peak_bytes: Figure
+    basis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptRun:
+    """A combination of a sweep, and what became of it."""
+
+    combination: dict[str, Any]
+    outcome: str
+    run_id: str
+    folder: str
+    resumed: bool
+    micro_batch: int
+    step_s: Figure
+    step_s_low: Figure
+    step_s_high: Figure
+    tokens_s_gpu: Figure
+    tflops_gpu: Figure
+    flop_rule: str
+    peak_bytes: Figure
+    predicted: SweepPrediction
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept(Answer):
-    """One entry for each combination, in order, whatever became of it."""
+    """A run for each combination, in order; `counts` by outcome stand in JSON by themselves and
+    among the other numbers. `is_guess`: predictions are rough, from the cores alone."""
 
+    TABLE = "runs"
     total: int
+    outcomes: Annotated[dict[str, int], codec.INLINE]
     counts: dict[str, int]
     dropped: int
     same: int
-    skipped: list[dict[str, Any]]
-    runs: list[dict[str, Any]]
-    is_guess: bool  # predictions are rough: of the cores alone
+    skipped: tuple[SkippedRun, ...]
+    runs: tuple[SweptRun, ...]
+    is_guess: Annotated[bool, codec.HIDDEN]
 
-    def plain(self) -> dict[str, Any]:
-        head = {"total": self.total, **self.counts, "counts": self.counts}
-        rest = {"dropped": self.dropped, "same": self.same, "skipped": self.skipped}
-        return head | rest | {"runs": self.runs}
 
-    def rows(self) -> list[dict[str, Any]]:
-        return self.runs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IllegalRun:
+    """A combination that no engine may run, and why."""
+
+    combination: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A combination that a sweep would run, and its predicted seconds and bytes."""
+
+    combination: dict[str, Any]
+    run_id: str
+    model: str
+    layout: str
+    gpus: int
+    seq_len: int
+    micro_batch: int | str
+    global_batch: int
+    precision: str
+    sharding: str
+    recompute: str
+    runs_left: int
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    peak_bytes: float
+    fits: Annotated[bool | None, codec.NULL]
+    run_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan(Answer):
+    """The runs that a sweep would start; `is_guess` as of `Swept`."""
+
     total: int
-    illegal: list[dict[str, Any]]
-    planned: list[dict[str, Any]]
-    skipped: list[dict[str, Any]]
+    illegal: tuple[IllegalRun, ...]
+    planned: tuple[PlannedRun, ...]
+    skipped: tuple[SkippedRun, ...]
     to_run: int
     predicted_s: float
     dropped: int
     same: int
     basis: str
-    is_guess: bool
-
-    def plain(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "is_guess"}
+    is_guess: Annotated[bool, codec.HIDDEN]
 
     def rows(self) -> list[dict[str, Any]]:
-        refused = [
-            {"outcome": "illegal", **one["combination"], "reason": one["reason"]}
-            for one in self.illegal
-        ]
-        planned = [{"outcome": "planned", **one["combination"], **one} for one in self.planned]
-        return [{k: v for k, v in one.items() if k != "combination"} for one in planned] + refused
+        """The planned and the illegal runs, a column for every axis."""
+        runs = [("planned", run) for run in self.planned]
+        runs += [("illegal", run) for run in self.illegal]
+        rows = []
+        for outcome, run in runs:
+            plain = codec.encode(run)
+            rows.append({"outcome": outcome, **plain.pop("combination"), **plain})
+        return rows
 
 
 def sweep(
@@ -76,17 +139,18 @@ def sweep(
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
     campaign = campaign_of(request, ready.known, permit_of(request), on_event)
-    rows = _run_all(campaign, ready, request, on_event)
-    counts = Counter(row["outcome"] for row in rows)
-    whole = {outcome: counts[outcome] for outcome in OUTCOMES}
-    assert sum(whole.values()) == ready.expansion.total
+    runs = _run_all(campaign, ready, request, on_event)
+    counts = Counter(run.outcome for run in runs)
+    by_outcome = {str(outcome): counts[outcome] for outcome in OUTCOMES}
+    assert sum(by_outcome.values()) == ready.expansion.total
     return Swept(
         total=ready.expansion.total,
-        counts={str(outcome): count for outcome, count in whole.items()},
+        outcomes=by_outcome,
+        counts=by_outcome,
         dropped=ready.expansion.dropped,
         same=ready.expansion.same,
-        skipped=ready.skipped,
-        runs=rows,
+        skipped=tuple(ready.skipped),
+        runs=tuple(runs),
         is_guess=ready.is_guess,
     )
 
@@ -104,13 +168,13 @@ def plan_sweep(
     rows = list(zip(legal, answers, missing, strict=True))
     return SweepPlan(
         total=ready.expansion.total,
-        illegal=[
-            {"combination": dict(one.varied), "reason": why}
+        illegal=tuple(
+            IllegalRun(combination=dict(one.varied), reason=why)
             for one, why in zip(ready.expansion.combinations, ready.refused, strict=True)
             if why
-        ],
-        planned=[_planned(*row) for row in rows],
-        skipped=ready.skipped,
+        ),
+        planned=tuple(_planned(*row) for row in rows),
+        skipped=tuple(ready.skipped),
         to_run=sum(missing),
         predicted_s=sum(run_s(run.spec, one.step_s) * left for run, one, left in rows),
         dropped=ready.expansion.dropped,
@@ -122,7 +186,7 @@ def plan_sweep(
 
 def _run_all(
     campaign: Campaign, ready: Prepared, request: SweepRequest, on_event: OnEvent
-) -> list[dict[str, Any]]:
+) -> list[SweptRun]:
     rule = convention(request.convention)
     pairs = list(zip(ready.expansion.combinations, ready.refused, strict=True))
     for combination, why in pairs:
@@ -131,13 +195,13 @@ def _run_all(
     campaign.clear_up()
     if campaign.queue is None and not request.engine:
         warn_of_emulation((pairs[place][0].spec for place in ready.legal), on_event)
-    rows: list[dict[str, Any]] = []
+    runs: list[SweptRun] = []
     with campaign.queued(_to_queue(campaign, ready, request.repeat)):
         for number, (one, why) in enumerate(pairs, start=1):
             done = _run(campaign, one.spec, why, request.repeat, ready.known, on_event)
-            rows.append(_row(one, done, why, rule))
+            runs.append(_row(one, done, why, rule))
             on_event(Event(f"[{number}/{ready.expansion.total}] {one.label}: {_ended(done)}"))
-    return rows
+    return runs
 
 
 def _to_queue(campaign: Campaign, ready: Prepared, repeats: int) -> list[RunSpec]:
@@ -178,56 +242,56 @@ def _ended(done: Done) -> str:
     return f"{text} (already stored)" if done.resumed else text
 
 
-def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, Any]:
+def _row(one: Combination, done: Done, why: str, rule: Convention) -> SweptRun:
     summary, spec = done.stored.summary, one.spec
     predicted = summary.predicted
     tflops = None
     if summary.tokens_s_gpu:
         tflops = rule.count(FlopsQuery.of_spec(spec)).model * summary.tokens_s_gpu / 1e12
-    return {
-        "combination": dict(one.varied),
-        "outcome": done.outcome,
-        "run_id": summary.run_id,
-        "folder": str(done.stored.folder),
-        "resumed": done.resumed,
-        "micro_batch": summary.spec.batch.micro_batch,
-        "step_s": summary.step_s,
-        "step_s_low": summary.step.low_s if summary.step else None,
-        "step_s_high": summary.step.high_s if summary.step else None,
-        "tokens_s_gpu": summary.tokens_s_gpu,
-        "tflops_gpu": tflops,
-        "flop_rule": rule.id,
-        "peak_bytes": summary.peak_bytes,
-        "predicted": {
-            "step_s": predicted.step_s if predicted else None,
-            "step_s_low": predicted.step_s_low if predicted else None,
-            "step_s_high": predicted.step_s_high if predicted else None,
-            "peak_bytes": predicted.peak_bytes if predicted else None,
-            "basis": predicted.basis if predicted else "",
-        },
-        "reason": why or summary.failure,
-    }
+    return SweptRun(
+        combination=dict(one.varied),
+        outcome=done.outcome,
+        run_id=summary.run_id,
+        folder=str(done.stored.folder),
+        resumed=done.resumed,
+        micro_batch=summary.spec.batch.micro_batch,
+        step_s=summary.step_s,
+        step_s_low=summary.step.low_s if summary.step else None,
+        step_s_high=summary.step.high_s if summary.step else None,
+        tokens_s_gpu=summary.tokens_s_gpu,
+        tflops_gpu=tflops,
+        flop_rule=rule.id,
+        peak_bytes=summary.peak_bytes,
+        predicted=SweepPrediction(
+            step_s=predicted.step_s if predicted else None,
+            step_s_low=predicted.step_s_low if predicted else None,
+            step_s_high=predicted.step_s_high if predicted else None,
+            peak_bytes=predicted.peak_bytes if predicted else None,
+            basis=predicted.basis if predicted else "",
+        ),
+        reason=why or summary.failure,
+    )
 
 
-def _planned(run: Combination, predicted: Prediction, left: int) -> dict[str, Any]:
+def _planned(run: Combination, predicted: Prediction, left: int) -> PlannedRun:
     spec = run.spec
-    return {
-        "combination": dict(run.varied),
-        "run_id": spec.run_id,
-        "model": spec.model.name,
-        "layout": str(spec.layout),
-        "gpus": spec.gpus,
-        "seq_len": spec.batch.seq_len,
-        "micro_batch": spec.batch.micro_batch or "auto",
-        "global_batch": spec.batch.global_batch,
-        "precision": spec.policy.precision_name,
-        "sharding": spec.policy.sharding,
-        "recompute": spec.policy.recompute,
-        "runs_left": left,
-        "step_s": predicted.step_s,
-        "step_s_low": predicted.step_s_low,
-        "step_s_high": predicted.step_s_high,
-        "peak_bytes": predicted.peak_bytes,
-        "fits": predicted.fits,
-        "run_s": run_s(spec, predicted.step_s),
-    }
+    return PlannedRun(
+        combination=dict(run.varied),
+        run_id=spec.run_id,
+        model=spec.model.name,
+        layout=str(spec.layout),
+        gpus=spec.gpus,
+        seq_len=spec.batch.seq_len,
+        micro_batch=spec.batch.micro_batch or "auto",
+        global_batch=spec.batch.global_batch,
+        precision=spec.policy.precision_name,
+        sharding=spec.policy.sharding,
+        recompute=spec.policy.recompute,
+        runs_left=left,
+        step_s=predicted.step_s,
+        step_s_low=predicted.step_s_low,
+        step_s_high=predicted.step_s_high,
+        peak_bytes=predicted.peak_bytes,
+        fits=predicted.fits,
+        run_s=run_s(spec, predicted.step_s),
+    )

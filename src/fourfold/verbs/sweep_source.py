@@ -184,10 +184,20 @@ def _spec(table: Mapping[str, Any], ranking: Ranking, i: int) -> RunSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRun:
+    """A legal combination whose prediction a condition does not allow."""
+
+    combination: dict[str, Any]
+    reason: str
+    step_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     expansion: Expansion
     refused: list[str]
-    skipped: list[dict[str, Any]]
+    skipped: list[SkippedRun]
     known: Predictor
 
     @property
@@ -220,7 +230,7 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
         rule = f"no run is left: conditions exclude all {ready.expansion.dropped}"
         raise UserError(rule, hint="relax --where")
     for one in ready.skipped:
-        on_event(Event(f"skipped: {varied_text(one['combination'].items())}: {one['reason']}"))
+        on_event(Event(f"skipped: {varied_text(one.combination.items())}: {one.reason}"))
     return ready
 
 
@@ -247,7 +257,7 @@ def _foreseen(expansion: Expansion, refused: list[str], known: Predictor) -> Pre
     if not expansion.foreseen:
         return whole
     predicted = dict(zip(whole.legal, predictions(expansion, whole.legal, known), strict=True))
-    skipped: list[dict[str, Any]] = []
+    skipped: list[SkippedRun] = []
     left = []
     for place, one in enumerate(expansion.combinations):
         forecast = predicted.get(place)
@@ -255,8 +265,14 @@ def _foreseen(expansion: Expansion, refused: list[str], known: Predictor) -> Pre
         if not forecast or not reason:
             left.append(place)
             continue
-        numbers = {"step_s": forecast.step_s, "peak_bytes": forecast.peak_bytes}
-        skipped.append({"combination": dict(one.varied), "reason": reason, **numbers})
+        skipped.append(
+            SkippedRun(
+                combination=dict(one.varied),
+                reason=reason,
+                step_s=forecast.step_s,
+                peak_bytes=forecast.peak_bytes,
+            )
+        )
     rest = replace(
         expansion,
         combinations=tuple(expansion.combinations[place] for place in left),

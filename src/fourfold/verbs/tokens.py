@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -80,7 +80,10 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens(Answer):
-    info: TokenInfo
+    """A token file: what its side file says, then what is found in it."""
+
+    info: Annotated[TokenInfo, codec.INLINE]
+    size_bytes: int
     tokens_file: str
     checksum: str = "ends match"
     first_tokens: list[int]
@@ -88,10 +91,6 @@ class Tokens(Answer):
     found_sha256: str | None = None
     distinct_tokens: int | None = None
     unigram_nats: float
-
-    def plain(self) -> dict[str, Any]:
-        plain = codec.encode(self)
-        return plain.pop("info") | {"size_bytes": self.info.size_bytes} | plain
 
 
 def make_tokens(request: TokensRequest, *, on_event: OnEvent = ignore) -> Tokens:
@@ -128,6 +127,7 @@ def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -
         text = bytes(token for token in first if token < 256).decode("utf-8", errors="replace")
     shown = Tokens(
         info=info,
+        size_bytes=info.size_bytes,
         tokens_file=str(path),
         first_tokens=first,
         first_text=text,

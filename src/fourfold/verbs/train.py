@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from fourfold import files
 from fourfold.cost.count.flops import DEFAULT, FlopsQuery, convention
@@ -22,6 +22,7 @@ from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
+from fourfold.result.report import Failure
 from fourfold.result.trace import trace_window
 from fourfold.spec import RunSpec, check, codec, texts
 from fourfold.spec.supported import left_out
@@ -44,15 +45,39 @@ from fourfold.verbs.train_start import (
 TrainTable = Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveSummary:
+    """A loss curve in base units; speed over the last tenth of the steps."""
+
+    first_loss: float
+    last_loss: float
+    recent_loss: float
+    recent_steps: int
+    best_loss: float
+    best_step: int
+    tokens: int
+    sequences: int
+    step_s: float
+    tokens_s: float
+    mfu_pct: Annotated[float | None, codec.NULL]
+    trained_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState(Answer):
-    """`facts`: outcome, losses, speed; `points`: the curve."""
+    """A training folder: how its last job ended, its newest checkpoint, and its curve."""
 
-    facts: dict[str, Any]
-    points: Sequence[Point]
-
-    def plain(self) -> dict[str, Any]:
-        return self.facts
+    outcome: str
+    note: str | None = None
+    failure: Failure | None = None
+    folder: str
+    steps: int
+    checkpoint: Annotated[str | None, codec.NULL]
+    unigram_nats: Annotated[float | None, codec.NULL]
+    steps_done: int
+    curve: Annotated[CurveSummary | None, codec.INLINE]  # None: no step is done
+    convention: str
+    points: Annotated[Sequence[Point], codec.HIDDEN]
 
 
 def train(run: TrainTable, request: TrainRequest, *, on_event: OnEvent = ignore) -> TrainingState:
@@ -65,7 +90,7 @@ def train(run: TrainTable, request: TrainRequest, *, on_event: OnEvent = ignore)
             job = _followed(folder, on, on_event)
             job = job or _job(folder, spec, settings, request, on_event)
             if job is None:
-                return _shown(folder, settings, {"outcome": "ok"}, request.convention, on_event)
+                return _shown(folder, settings, TrainingEnd("ok"), request.convention, on_event)
             report = _trained(folder, job, permit_of(request), on, on_event)
             ended = _ended(folder, report, on_event)
             return _shown(folder, settings, ended, request.convention, on_event)
@@ -161,19 +186,27 @@ def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore)
     why = "is not a training folder: it has no train.toml"
     check.that(table, "show", path, why, "pass the --out of a 'fourfold train'")
     settings = codec.decode(TrainSettings, table.get("train", {}), "train")
-    return _shown(folder, settings, {"outcome": "shown"}, rule, on_event)
+    return _shown(folder, settings, None, rule, on_event)
 
 
-def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict[str, Any]:
+class TrainingEnd(NamedTuple):
+    """The outcome of a training's last job, and a note or the failure behind it."""
+
+    outcome: str
+    note: str | None = None
+    failure: Failure | None = None
+
+
+def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> TrainingEnd:
     failure = report.failure
     if failure is None:
         answer = texts.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
         if isinstance(answer, dict) and answer["stopped"]:
-            return {"outcome": "stopped", "note": "on request; run the same command to continue"}
-        return {"outcome": report.outcome}
+            return TrainingEnd("stopped", "on request; run the same command to continue")
+        return TrainingEnd(report.outcome)
     on_event(Event(f"{report.outcome}: {failure.who}: {failure.said}"))
     on_event(Event(f"logs of the ranks: {folder.job}"))
-    return {"outcome": report.outcome, "failure": codec.encode(failure)}
+    return TrainingEnd(report.outcome, failure=failure)
 
 
 def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
@@ -227,22 +260,19 @@ def _unigram_nats(folder: TrainingFolder) -> float | None:
         return None
 
 
-def _count_by(rule: str, folder: TrainingFolder, plain: dict[str, Any]) -> None:
-    """MFU of the curve, which is kept by the default convention, by the asked one."""
-    asked = convention(rule)
-    plain["convention"] = asked.id
-    if plain.get("mfu_pct") is None or asked.id == DEFAULT:
-        return
+def _mfu_factor(rule: str, folder: TrainingFolder) -> float:
+    """Return the MFU by a convention over that by the default one, which the curve has."""
+    if rule == DEFAULT:
+        return 1.0
     table = {name: part for name, part in folder.described().items() if name != "train"}
-    spec = codec.load(RunSpec, table)
-    ask = FlopsQuery.of_spec(spec)
-    plain["mfu_pct"] *= asked.count(ask).model / convention(DEFAULT).count(ask).model
+    ask = FlopsQuery.of_spec(codec.load(RunSpec, table))
+    return convention(rule).count(ask).model / convention(DEFAULT).count(ask).model
 
 
 def _shown(
     folder: TrainingFolder,
     settings: TrainSettings,
-    plain: dict[str, Any],
+    end: TrainingEnd | None,
     rule: str,
     on_event: OnEvent,
 ) -> TrainingState:
@@ -253,41 +283,45 @@ def _shown(
         on_event(Event(f"left out {lines} of {folder.metrics} that can't be read"))
     for name, error in checkpoints.damaged(folder.checkpoints):
         on_event(Event(f"skipped {name}: {error.rule}"))
-    plain = {
-        **plain,
-        "folder": str(folder.root),
-        "steps": settings.steps,
-        "checkpoint": newest.folder.name if newest else None,
-        "unigram_nats": _unigram_nats(folder),
-        **curve_facts(read.points),
-    }
-    _count_by(rule, folder, plain)
-    if plain["outcome"] == "shown":
+    rule, summary = convention(rule).id, summarize_curve(read.points)
+    if summary is not None and summary.mfu_pct is not None:
+        factor = _mfu_factor(rule, folder)
+        summary = replace(summary, mfu_pct=summary.mfu_pct * factor)
+    if end is None:
         done = newest is not None and newest.step >= settings.steps
-        plain["outcome"] = "done" if done else "not finished"
-    return TrainingState(plain, read.points)
+        end = TrainingEnd("done" if done else "not finished")
+    return TrainingState(
+        outcome=end.outcome,
+        note=end.note,
+        failure=end.failure,
+        folder=str(folder.root),
+        steps=settings.steps,
+        checkpoint=newest.folder.name if newest else None,
+        unigram_nats=_unigram_nats(folder),
+        steps_done=read.points[-1].step if read.points else 0,
+        curve=summary,
+        convention=rule,
+        points=read.points,
+    )
 
 
-def curve_facts(points: Sequence[Point]) -> dict[str, Any]:
-    """What the curve says, in base units; speed over the last tenth of the steps."""
+def summarize_curve(points: Sequence[Point]) -> CurveSummary | None:
     if not points:
-        return {"steps_done": 0}
+        return None
     recent = points[-max(1, len(points) // 10) :]
     best = min(points, key=lambda point: point.loss)
-    step_s = median(point.step_s for point in recent)
     mfu = [point.mfu_pct for point in recent if point.mfu_pct is not None]
-    return {
-        "steps_done": points[-1].step,
-        "first_loss": points[0].loss,
-        "last_loss": points[-1].loss,
-        "recent_loss": sum(point.loss for point in recent) / len(recent),
-        "recent_steps": len(recent),
-        "best_loss": best.loss,
-        "best_step": best.step,
-        "tokens": points[-1].tokens,
-        "sequences": points[-1].sequences,
-        "step_s": step_s,
-        "tokens_s": median(point.tokens_per_s for point in recent),
-        "mfu_pct": median(mfu) if mfu else None,
-        "trained_s": sum(point.step_s for point in points),
-    }
+    return CurveSummary(
+        first_loss=points[0].loss,
+        last_loss=points[-1].loss,
+        recent_loss=sum(point.loss for point in recent) / len(recent),
+        recent_steps=len(recent),
+        best_loss=best.loss,
+        best_step=best.step,
+        tokens=points[-1].tokens,
+        sequences=points[-1].sequences,
+        step_s=median(point.step_s for point in recent),
+        tokens_s=median(point.tokens_per_s for point in recent),
+        mfu_pct=median(mfu) if mfu else None,
+        trained_s=sum(point.step_s for point in points),
+    )

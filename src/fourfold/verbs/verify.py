@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fourfold import files
 from fourfold.cost.count.params import model_params
@@ -34,8 +34,54 @@ _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own boun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRouting:
+    """The experts of a layout, in all steps: choices that differ from one process (`wrong`), the
+    smallest margin of a choice, and experts without tokens, in all or of some rank."""
+
+    margin: float
+    seed: int
+    wrong: int
+    state_rel: float
+    idle_rel: float
+    idle: int
+    idle_on_a_rank: int
+    dropped: int
+
+
+Gap = Annotated[float | None, codec.NULL]  # None: a difference that is not a number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedLayout:
+    """A layout against one process: the largest differences, and names of what they look like."""
+
+    family: str
+    model: str
+    layout: str
+    policy: str
+    micro_batch: int
+    global_batch: int
+    micro_sizes: tuple[tuple[int, ...], ...]
+    loss_diff: Gap = None
+    norm_rel: Gap = None
+    grad_rel: Gap = None
+    param_rel: Gap = None
+    worst_grad: str | None = None
+    worst_param: str | None = None
+    passed: Annotated[bool, codec.JsonForm(key="pass")]
+    routing: TokenRouting | None = None
+    error: str | None = None
+    signature: tuple[str, ...] | None = None
+    seconds: float | None = None
+    limits: Annotated[dict[str, float] | None, codec.HIDDEN] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verified(Answer):
-    layouts: list[dict[str, Any]]
+    """`micro_batches`: those that all layouts have in common; None where they differ."""
+
+    TABLE = "layouts"
+    layouts: tuple[VerifiedLayout, ...]
     passed: int
     refused: dict[str, int]
     total: int
@@ -43,16 +89,9 @@ class Verified(Answer):
     device: str
     share_gpu: bool
     precision: str
-    fault: str | None
     limits: dict[str, float]
-    micro_batches: str | None  # what all layouts have in common; None where they differ
-
-    def plain(self) -> dict[str, Any]:
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return plain | {"break": plain.pop("fault")}
-
-    def rows(self) -> list[dict[str, Any]]:
-        return self.layouts
+    micro_batches: Annotated[str | None, codec.NULL]
+    fault: Annotated[str | None, codec.JsonForm(key="break", null=True)]
 
 
 def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
@@ -60,14 +99,14 @@ def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
         apart = layout_fields(request.layout, request.policy, request.micro_batch)
         request = replace(request, **apart)
     found, refused, world = _cases(request)
-    rows = _carry_out(found, request, on_event)
-    limits = [row.pop("limits") for row in rows if "limits" in row]
+    layouts = _carry_out(found, request, on_event)
+    limits = [layout.limits for layout in layouts if layout.limits is not None]
     micro = {micro_words(run.batch, run.layout.dp) for run in found}
     return Verified(
-        layouts=rows,
-        passed=sum(row["pass"] for row in rows),
+        layouts=tuple(layouts),
+        passed=sum(layout.passed for layout in layouts),
         refused=dict(refused),
-        total=len(rows),
+        total=len(layouts),
         world=world,
         device=request.device,
         share_gpu=request.share_gpu,
@@ -159,7 +198,7 @@ def _job(found: list[RunSpec], request: VerifyRequest) -> Job:
 
 def _carry_out(
     found: list[RunSpec], request: VerifyRequest, on_event: OnEvent
-) -> list[dict[str, Any]]:
+) -> list[VerifiedLayout]:
     site, job = site_of(request), _job(found, request)
     with work_folder(job, site) as folder:
         report = run_job(
@@ -170,24 +209,27 @@ def _carry_out(
             on=launcher_of(site),
         )
         ends = dict(enumerate(report.runs))
-        return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
+        return [_layout(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
 
 
-def _row(index: int, spec: RunSpec, folder: Path, end: RunReport | None) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "family": spec.model.family,
-        "model": spec.model.name,
-        "layout": str(spec.layout),
-        "policy": describe(spec),
-        "micro_batch": spec.batch.micro_batch,
-        "global_batch": spec.batch.global_batch,
-        "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
-    }
+def _layout(index: int, spec: RunSpec, folder: Path, end: RunReport | None) -> VerifiedLayout:
+    layout = VerifiedLayout(
+        family=spec.model.family,
+        model=spec.model.name,
+        layout=str(spec.layout),
+        policy=describe(spec),
+        micro_batch=spec.batch.micro_batch,
+        global_batch=spec.batch.global_batch,
+        micro_sizes=tuple(map(tuple, spec.batch.micro_plan(spec.layout.dp))),
+        passed=False,
+    )
     path = folder / f"answer-{index}.json"
     if path.exists():
-        return row | json.loads(files.read_own_text(path))
+        verdict = json.loads(files.read_own_text(path))
+        routing = verdict.pop("routing", None)
+        routed = TokenRouting(**routing) if routing else None
+        return replace(layout, passed=verdict.pop("pass"), routing=routed, **verdict)
     words = "no answer"
     if end is not None and end.failure is not None:
         words = f"{end.outcome}: {end.failure.who}: {end.failure.message}"
-    empty = dict.fromkeys(("loss_diff", "norm_rel", "grad_rel", "param_rel"))
-    return row | empty | {"pass": False, "error": words}
+    return replace(layout, error=words)
