@@ -18,7 +18,7 @@ from fourfold.escape import FORMATS, Screen, one_line
 from fourfold.installed import __version__
 
 if TYPE_CHECKING:
-    from fourfold.flag import Option
+    from fourfold.flag import Arguments, Option
 
 # What argparse says of a flag -> what we say, after the flag's name.
 _ARGPARSE = (
@@ -268,7 +268,7 @@ def _action(name: str, rest: list[str]) -> str:
     return ""
 
 
-def _run(parser: Parser, args: Any) -> int:
+def _run(parser: Parser, args: Arguments) -> int:
     from fourfold.output import Stderr, terminal_columns, text_of
 
     # The last format given; 'weights export' has two kinds of them.

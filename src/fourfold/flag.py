@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # the values of a command's flags by name
+    from argparse import Namespace as Arguments  # noqa: F401, TID251 -- the type alone
 
 
 class Option(NamedTuple):

@@ -7,7 +7,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fourfold.errors import UserError
 from fourfold.escape import FORMATS
@@ -15,6 +15,9 @@ from fourfold.flag import Option
 from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, check, codec, texts, words
 from fourfold.spec.run import nested, short_names
 from fourfold.spec.site import parse_assignments
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 T = TypeVar("T")
 # Where the fields of a run are; a flag's text is read by its field.
@@ -69,12 +72,12 @@ def grouped(options: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
     return tuple(one._replace(group=group) for one in options)
 
 
-def given(args: Any, *names: str) -> dict[str, Any]:
+def given(args: Arguments, *names: str) -> dict[str, Any]:
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def only_value(args: Any, name: str, why: str) -> int | None:
+def only_value(args: Arguments, name: str, why: str) -> int | None:
     """The number of a flag that takes several, where it may have one; 'auto' is None."""
     values, flag = getattr(args, name) or [], f"--{name.replace('_', '-')}"
     if len(values) > 1:
@@ -86,7 +89,7 @@ def only_value(args: Any, name: str, why: str) -> int | None:
     return int(values[0])
 
 
-def load(cls: type[T], args: Any, **given: Any) -> T:
+def load(cls: type[T], args: Arguments, **given: Any) -> T:
     """The dataclass that the flags describe; what was not given keeps the field's default."""
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         value = getattr(args, field.name, None) if "flag" in field.metadata else None
@@ -129,7 +132,7 @@ def run_options(*extra: str) -> tuple[Option, ...]:
 
 
 def run_table(
-    args: Any,
+    args: Arguments,
     known: Mapping[str, Any] | None = None,
     *,
     extra: tuple[str, ...] = (),
@@ -156,7 +159,7 @@ def run_table(
     return _tidied(table, note)
 
 
-def assignments(args: Any) -> list[tuple[str, str]]:
+def assignments(args: Arguments) -> list[tuple[str, str]]:
     """(path, text) of each --set."""
     pairs = []
     for assignment in getattr(args, "set", None) or ():
@@ -167,7 +170,7 @@ def assignments(args: Any) -> list[tuple[str, str]]:
     return pairs
 
 
-def assign(table: dict[str, Any], args: Any) -> None:
+def assign(table: dict[str, Any], args: Arguments) -> None:
     """--set and --env, over what the table has."""
     pairs = assignments(args)
     is_named = any(path == "model.name" for path, _ in pairs)
@@ -184,7 +187,7 @@ def assign(table: dict[str, Any], args: Any) -> None:
         codec.put(table, f"policy.env.{name}", value)
 
 
-def refuse(args: Any, unused: typing.Iterable[Option], rule: str, hint: str = "") -> None:
+def refuse(args: Arguments, unused: typing.Iterable[Option], rule: str, hint: str = "") -> None:
     """Flags that would have no effect here."""
     for one in unused:
         if getattr(args, one.key) is not None:
@@ -202,7 +205,7 @@ def _tidied(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[s
     return tidy
 
 
-def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
+def by_flag(error: UserError, args: Arguments, flags: Mapping[str, str]) -> UserError:
     """The error as the command line's user knows its field: by the flag that set it, by --set, or
     by its path in the spec, sweep or training file. `flags`: name in `args` -> flag."""
     leaf = error.field.rpartition(".")[2].replace("-", "_")

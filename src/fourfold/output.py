@@ -8,15 +8,23 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TextIO
 
-from fourfold.escape import csv_text, flattened, json_text, one_line, write_control
+from fourfold.escape import Screen, csv_text, flattened, json_text, one_line, write_control
 from fourfold.events import Event
 from fourfold.text_table import Grid, Part, named, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
 _BAR, _WIDTH = 30, 100  # characters; of a terminal that does not say its width
+
+
+class Tabular(Protocol):
+    """An answer: its JSON, and the rows of its table."""
+
+    def plain(self) -> Any: ...
+
+    def rows(self) -> Sequence[dict[str, Any]]: ...
 
 
 class Output(NamedTuple):
@@ -30,12 +38,12 @@ class Output(NamedTuple):
     raw: str | None = None
 
     @classmethod
-    def of(cls, answer: Any, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
+    def of(cls, answer: Tabular, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
         return cls(answer.plain, answer.rows, parts, status)
 
 
 def submitted(answer: Any) -> Output:
-    """What a command answers when it leaves its job to a scheduler, or prints a batch script."""
+    """Return the output of a command that leaves its job to a scheduler."""
     if answer.scripts:
         return Output(raw="\n".join(answer.scripts))
     jobs = table(answer.jobs, *named("Slurm job=slurm_job", "folder"))
@@ -91,7 +99,7 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def terminal_columns(stream: Any) -> int:
+def terminal_columns(stream: TextIO | Screen | None) -> int:
     """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal():

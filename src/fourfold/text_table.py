@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fourfold import escape
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
-from fourfold.units import short_s, show_bytes, show_count, show_seconds
+from fourfold.units import millis, short_s, show_bytes, show_count, show_seconds
 
 _THOUSANDS = r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z"
 
@@ -28,13 +28,15 @@ Column = tuple[str, Callable[[Any], str]]
 _FORMS: dict[str, Callable[[float], str]] = {
     "bytes": show_bytes,
     "count": show_count,
+    "millis": millis,
     "seconds": show_seconds,
     "short": short_s,
 }
 # Units before a form, such as 'ms.3f': what a number in base units is multiplied with, or
 # divided by.
-_TIMES, _OVER = {"ms": 1e3, "us": 1e6, "pct": 100.0}, {"GB": 1e9, "GiB": 2.0**30, "T": 1e12}
-_UNIT = rf"({'|'.join((*_TIMES, 'GiB', 'GB', 'T'))})?(.*)"
+_TIMES = {"ms": 1e3, "us": 1e6, "pct": 100.0}
+_OVER = {"B": 1e9, "GB": 1e9, "GiB": 2.0**30, "T": 1e12}
+_UNIT = rf"({'|'.join((*_TIMES, 'GiB', 'GB', 'B', 'T'))})?(.*)"
 
 
 def table(items: Iterable[Any], *columns: Column) -> Grid:
@@ -46,8 +48,8 @@ def table(items: Iterable[Any], *columns: Column) -> Grid:
 def named(*texts: str) -> list[Column]:
     """Return columns of fields, each under its own name or as in 'heading=field'. With a form it is
     a number, '-' where there is none: 'heading=field:.1f', 'field:bytes', in a unit 'field:ms.2f'.
-    Rows are objects or tables; 'score.rows' is the field of a field, which may be None. A list is
-    one cell."""
+    Rows are objects or tables; 'score.rows' is the field of a field, which may be None, 'links.0'
+    the first of a list. A list is one cell."""
     return [*map(_named, texts)]
 
 
@@ -61,10 +63,12 @@ def _named(text: str) -> Column:
         for name in names:
             if value is None:
                 break
-            if not isinstance(value, dict):
-                value = getattr(value, name)
-            else:  # a number may be missing, a text is a slip
+            if isinstance(value, dict):  # a number may be missing, a text is a slip
                 value = value.get(name) if form else value[name]
+            elif isinstance(value, tuple | list):
+                value = value[int(name)]
+            else:
+                value = getattr(value, name)
         if form:
             return or_dash(value, written)
         return ", ".join(value) if isinstance(value, list | tuple) else str(value)

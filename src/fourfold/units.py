@@ -205,6 +205,12 @@ def short_s(seconds: float) -> str:
     return f"{seconds:.{digits}f}"
 
 
+def millis(seconds: float) -> str:
+    """Return milliseconds without a unit, with a digit after the point below a second."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if abs(ms) >= 1000 else f"{ms:.1f}"
+
+
 def show_count(count: float) -> str:
     """Parameters and FLOPs for people: 6738415616 -> '6.74B'."""
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

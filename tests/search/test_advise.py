@@ -135,22 +135,22 @@ def test_128_heads_on_13824_are_slow(cli, tp: str) -> None:
 
 def test_vocabulary_is_padded_upwards_to_whole_shards() -> None:
     odd = advise.vocab_advice(replace(SHAPE, vocab=50257), kernels())
-    assert odd["better"]["value"] == 50688  # 99 x 64 x 8
-    assert odd["better"]["gain"] > 1.2
+    assert odd.better.value == 50688  # 99 x 64 x 8
+    assert odd.better.gain > 1.2
     whole = advise.vocab_advice(SHAPE, kernels())
-    assert whole["better"] is None
+    assert whole.better is None
 
 
 def test_mlp_width_that_misses_the_tiles_is_moved_by_little() -> None:
     said = advise.ffn_advice(replace(SHAPE, ffn=57352), kernels())
-    assert abs(said["better"]["value"] - 57344) <= 512
-    assert said["better"]["gain"] > 1.02
+    assert abs(said.better.value - 57344) <= 512
+    assert said.better.gain > 1.02
 
 
 def test_the_fused_softmax_rule_is_about_heads_and_micro_batch() -> None:
     shape = replace(SHAPE, hidden=13824, heads=72, kv_heads=72, ffn=55296)
     said = [advise.micro_advice(replace(shape, micro_batch=m), kernels()) for m in (1, 2, 4)]
-    assert [one["kernel_rule"] for one in said] == [False, False, True]
+    assert [one.kernel_rule for one in said] == [False, False, True]
     fused = advise.layer_rates(
         [replace(shape, micro_batch=m) for m in (2, 4)], kernels(attention="fused-softmax")
     )

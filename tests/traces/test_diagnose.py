@@ -200,7 +200,7 @@ def test_decoder_without_a_vocabulary_has_no_expected_step(tmp_path: Path) -> No
     found = diagnosed(tmp_path, trace | {"traceEvents": events})
     assert found.expected_step is None
     assert found.scope.startswith("no expected step: the trace does not show vocab")
-    assert any(row.expected for row in found.rows_of if row.name == parts.UP)
+    assert any(row.expected_s for row in found.rows_of if row.name == parts.UP)
 
 
 def test_best_engine_says_what_an_expected_step_could_save(tmp_path: Path) -> None:

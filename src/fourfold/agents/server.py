@@ -20,6 +20,8 @@ from typing import Any
 import fourfold
 from fourfold import files
 from fourfold.agents import tools
+from fourfold.agents.schema import Schema
+from fourfold.agents.tools import Call
 from fourfold.errors import UserError
 from fourfold.escape import json_text
 from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, answer_within_limits
@@ -118,7 +120,7 @@ class Server:
         # Imported once: a call's process is a copy that begins at once.
         self._context.set_forkserver_preload([__name__])
 
-    async def answer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, name: str, given: Call) -> dict[str, Any]:
         """What the tool says; raises UserError where it refuses."""
         if name not in tools.TOOLS:
             raise UserError(
@@ -135,7 +137,7 @@ class Server:
         finally:
             self.turns.leave(call)
 
-    async def _in_process(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _in_process(self, name: str, given: Call) -> dict[str, Any]:
         import anyio
 
         ours, theirs = self._context.Pipe(duplex=False)
@@ -169,7 +171,7 @@ def _ended(code: int | None) -> UserError:
     return UserError("the call failed", hint="the server's standard error says why")
 
 
-def _work(answer: Connection, name: str, given: Mapping[str, Any], root: Path) -> None:
+def _work(answer: Connection, name: str, given: Call, root: Path) -> None:
     """In the call's own process."""
     os.environ["HOME"] = str(root)
     confine(root)
@@ -177,7 +179,7 @@ def _work(answer: Connection, name: str, given: Mapping[str, Any], root: Path) -
     answer_within_limits(answer, lambda: json.loads(json_text(tools.called(name, given))), full)
 
 
-def listed() -> list[dict[str, Any]]:
+def listed() -> list[Schema]:
     """The tools as the protocol has them."""
     answers = tools.answers_schema()
     return [
@@ -192,7 +194,7 @@ def listed() -> list[dict[str, Any]]:
     ]
 
 
-def _closed(answers: dict[str, Any], name: str) -> dict[str, Any]:
+def _closed(answers: Schema, name: str) -> Schema:
     """One definition with those that it needs."""
     parts = answers["$defs"]
     needed, left = {}, [name]

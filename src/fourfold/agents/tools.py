@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import fourfold
 from fourfold.agents import schema
@@ -21,11 +21,32 @@ from fourfold.spec import Layout, ModelShape, Policy, RunSpec, catalog, check, c
 from fourfold.spec.run import nested
 from fourfold.spec.words import OURS
 from fourfold.verbs import Request
-from fourfold.verbs.collect import CollectRequest
+from fourfold.verbs.collect import Collected, CollectRequest
+from fourfold.verbs.diagnosis import Diagnosis
 from fourfold.verbs.plan import FitChecked, fit_check
-from fourfold.verbs.predict import NamedRun
+from fourfold.verbs.predict import NamedRun, Predicted
 from fourfold.verbs.requests import CALIBRATION, DiagnoseRequest, PlanRequest, Rate, Size
 from fourfold.verbs.shapes import Flops, FlopsRequest
+
+T = TypeVar("T")
+Call = Mapping[str, Any]  # what a client passes: any JSON, by the names of a tool's fields
+
+
+class JsonAnswer(Protocol):
+    """An answer of a verb, which has a JSON."""
+
+    def plain(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRuns:
+    """Predictions under a name: a tool's answer is a table, never a list."""
+
+    predicted: Predicted
+
+    def plain(self) -> dict[str, Any]:
+        return {"runs": self.predicted.plain()}
+
 
 # Of the answers' schema: a field more is the same version, a field less or another type the next.
 VERSION = 2
@@ -80,22 +101,22 @@ class OneLayout(Request):
     explain: str = flag("the layout in question, such as 'tp8 pp4 dp16'", default=MISSING)
 
 
-def _plan(given: Mapping[str, Any]) -> Any:
+def _plan(given: Call) -> PlanAnswer:
     request = _of(PlanRequest, {"top": LISTED, **given})
     check.whole(1, MOST_LISTED, top=request.top)
     planner.estimated_cpu_s(request)
-    return fourfold.plan(request).plain()
+    return fourfold.plan(request)
 
 
-def _explain(given: Mapping[str, Any]) -> Any:
-    return fourfold.explain(*_with_layout(given)).explanation.plain()
+def _explain(given: Call) -> Explanation:
+    return fourfold.explain(*_with_layout(given)).explanation
 
 
-def _fit_check(given: Mapping[str, Any]) -> Any:
-    return fit_check(*_with_layout(given)).plain()
+def _fit_check(given: Call) -> FitChecked:
+    return fit_check(*_with_layout(given))
 
 
-def _with_layout(given: Mapping[str, Any]) -> tuple[PlanRequest, str]:
+def _with_layout(given: Call) -> tuple[PlanRequest, str]:
     rest = dict(given)
     layout = rest.pop("explain", "")
     check.that(
@@ -108,7 +129,7 @@ def _with_layout(given: Mapping[str, Any]) -> tuple[PlanRequest, str]:
     return _of(PlanRequest, rest), layout
 
 
-def _predict(given: Mapping[str, Any]) -> Any:
+def _predict(given: Call) -> PredictedRuns:
     rest, runs = dict(given), given.get("runs")
     rule = f"must be a list of 1 to {MOST_RUNS} runs"
     check.that(isinstance(runs, list) and 0 < len(runs) <= MOST_RUNS, "runs", runs, rule)
@@ -122,7 +143,7 @@ def _predict(given: Mapping[str, Any]) -> Any:
         network=asked.network,
         calibration=asked.calibration,
     )
-    return {"runs": answer.rows()}
+    return PredictedRuns(answer)
 
 
 def _spec(run: Any, path: str) -> RunSpec:
@@ -137,22 +158,22 @@ def _spec(run: Any, path: str) -> RunSpec:
         raise error.within(path) from None
 
 
-def _flops(given: Mapping[str, Any]) -> Any:
+def _flops(given: Call) -> Flops:
     names = {one.name for one in fields(FlopsRequest)}
     own = {name: value for name, value in given.items() if name in names}
     run = {name: value for name, value in given.items() if name not in names}
-    return fourfold.flops(run, _of(FlopsRequest, own)).plain()
+    return fourfold.flops(run, _of(FlopsRequest, own))
 
 
-def _collect(given: Mapping[str, Any]) -> Any:
-    return fourfold.collect(_of(CollectRequest, given)).plain()
+def _collect(given: Call) -> Collected:
+    return fourfold.collect(_of(CollectRequest, given))
 
 
-def _diagnose(given: Mapping[str, Any]) -> Any:
-    return fourfold.diagnose(_of(DiagnoseRequest, given)).plain()
+def _diagnose(given: Call) -> Diagnosis:
+    return fourfold.diagnose(_of(DiagnoseRequest, given))
 
 
-def estimated_cpu_s(name: str, given: Mapping[str, Any]) -> float:
+def estimated_cpu_s(name: str, given: Call) -> float:
     """Return the CPU seconds of a call, about, by its arguments alone: no file is opened."""
     if name in ("diagnose", "collect"):
         return _FILES_CPU_S
@@ -174,16 +195,17 @@ def estimated_cpu_s(name: str, given: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _of(cls: Any, given: Mapping[str, Any]) -> Any:
+def _of(cls: type[T], given: Call) -> T:
     """Return the request of a call; a field that is null is left out."""
     given = {name: value for name, value in given.items() if value is not None}
-    names = {one.name for one in fields(cls)} - {*_NOT_OF_PLAN}
+    own = fields(cls)  # type: ignore[arg-type]
+    names = {one.name for one in own} - {*_NOT_OF_PLAN}
     if cls is PlanRequest:
         given = nested(given, names)
     for name in given:
         if name not in names:
             raise UserError("unknown field", field=name, hint=f"use {', '.join(sorted(names))}")
-    missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*given}
+    missing = {one.name for one in own if schema.is_required(one)} - {*given}
     check.given(not missing, ", ".join(sorted(missing)))
     return cls(**given)
 
@@ -194,7 +216,7 @@ class Tool:
 
     about: str
     requests: tuple[type, ...]
-    call: Callable[[Mapping[str, Any]], Any]
+    call: Callable[[Call], JsonAnswer]
     answer: type | Schema
     without: tuple[str, ...] = ()
     writes: bool = False
@@ -303,6 +325,6 @@ def _answered(answer: Any, parts: dict[str, Schema]) -> Any:
     return [_answered(one, parts) for one in answer] if isinstance(answer, list) else answer
 
 
-def called(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def called(name: str, given: Call) -> dict[str, Any]:
     """The answer of a tool, in its envelope."""
-    return {"schema": VERSION, "tool": name, "answer": TOOLS[name].call(given)}
+    return {"schema": VERSION, "tool": name, "answer": TOOLS[name].call(given).plain()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from fourfold.events import OnEvent
-    from fourfold.flag import Option
+    from fourfold.flag import Arguments, Option
     from fourfold.output import Output
 
-Run: TypeAlias = "Callable[[Any, OnEvent], Output]"
+Run: TypeAlias = "Callable[[Arguments, OnEvent], Output]"
 # kind of work -> name -> what it does; a command is imported only when it is called.
 GROUPS = {
     "plan": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import options
@@ -14,6 +14,11 @@ from fourfold.output import Output
 from fourfold.text_table import Part, quantities
 from fourfold.units import counted, show_bytes
 from fourfold.verbs.requests import TokensRequest, WeightsRequest
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
+    from fourfold.verbs.tokens import Tokens
+    from fourfold.verbs.weights import ExportedWeights
 
 _DATA = """\
 examples:
@@ -27,7 +32,7 @@ examples:
 
 
 @command(*options.of(TokensRequest), line="make a token file from texts")
-def make(args: Any, show: OnEvent) -> Output:
+def make(args: Arguments, show: OnEvent) -> Output:
     """Turn texts into a token file."""
     answer = fourfold.make_tokens(options.load(TokensRequest, args), on_event=show)
     return Output.of(answer, lambda: _tokens_page(answer))
@@ -38,13 +43,13 @@ def make(args: Any, show: OnEvent) -> Output:
     option("--quick", "check only both ends of the file", switch=True),
     line="show and check a token file",
 )
-def show_file(args: Any, show: OnEvent) -> Output:
+def show_file(args: Arguments, show: OnEvent) -> Output:
     """Show and check a token file."""
     answer = fourfold.show_tokens(args.name, quick=bool(args.quick), on_event=show)
     return Output.of(answer, lambda: _tokens_page(answer), status=int(answer.checksum == "differs"))
 
 
-def _tokens_page(answer: Any) -> list[Part]:
+def _tokens_page(answer: Tokens) -> list[Part]:
     info, distinct = answer.info, answer.distinct_tokens
     checks = {
         "matches": "all tokens read",
@@ -107,7 +112,7 @@ _FOLDERS = ("hf", "dcp")
     line="write a checkpoint as safetensors",
     formats=False,
 )
-def export(args: Any, show: OnEvent) -> Output:
+def export(args: Arguments, show: OnEvent) -> Output:
     """Write a checkpoint as safetensors, or in torch's own format."""
     folder_format = next((one for one in reversed(args.format or ()) if one in _FOLDERS), "hf")
     request = options.load(WeightsRequest, args, folder_format=folder_format)
@@ -115,7 +120,7 @@ def export(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: _weights_page(answer))
 
 
-def _weights_page(answer: Any) -> list[Part]:
+def _weights_page(answer: ExportedWeights) -> list[Part]:
     kind = ["model_type", answer.model_type, f"of {answer.model}"]
     if answer.model_type == "dcp":
         kind = ["format", "torch.distributed.checkpoint", f"weights and moments of {answer.model}"]

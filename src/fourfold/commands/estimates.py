@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
@@ -25,6 +25,9 @@ from fourfold.verbs.calendar_request import CalendarRequest, TrainingPhase
 from fourfold.verbs.export import Support, SupportRequest, SupportRow
 from fourfold.verbs.predict import PredictedTable
 from fourfold.verbs.requests import PlanRequest, decided
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 _CALENDAR = """\
 examples:
@@ -60,7 +63,7 @@ _PLAN = (
     option("--picture", "days against GPUs, with the 80% band", "FILE.png"),
     examples=_CALENDAR,
 )
-def calendar(args: Any, show: OnEvent) -> Output:
+def calendar(args: Arguments, show: OnEvent) -> Output:
     """Days, GPU-hours, cost and energy of a whole training, and how many GPUs it needs.
 
     Steps come from 'plan', one plan for each phase; batch ramp-ups are summed size by size. Beside
@@ -86,10 +89,11 @@ def calendar(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: calendar_page(answer), status=int(answer.best is None))
 
 
-def _request(args: Any, show: OnEvent) -> CalendarRequest:
+def _request(args: Arguments, show: OnEvent) -> CalendarRequest:
     one_file = not (args.file and args.spec)
     check.that(one_file, "--spec", args.spec, f"is beside {args.file}", "write one file of both")
-    path, args = args.file or args.spec, SimpleNamespace(**{**vars(args), "spec": None})
+    path, args = args.file or args.spec, copy(args)
+    args.spec = None
     if not path:
         return _read(args, {}, show)
     table = texts.read(path, field="SPEC")
@@ -101,7 +105,7 @@ def _request(args: Any, show: OnEvent) -> CalendarRequest:
         raise error.inside(path) if is_of_file else error from None
 
 
-def _read(args: Any, table: dict[str, Any], show: OnEvent) -> CalendarRequest:
+def _read(args: Arguments, table: dict[str, Any], show: OnEvent) -> CalendarRequest:
     phases = codec.decode_value(tuple[TrainingPhase, ...], table.pop("phases", []), "phases")
     assumed = table.pop("assumptions", {})
     check.that(isinstance(assumed, dict), "assumptions", assumed, "must be a table")
@@ -132,7 +136,7 @@ _MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,me
     options.FORCE,
     examples=_PREDICT,
 )
-def predict(args: Any, show: OnEvent) -> Output:
+def predict(args: Arguments, show: OnEvent) -> Output:
     """Predict step time, memory and fit of every row of a table in the reference schema.
 
     Prints a table; --out writes a CSV, which --format csv prints: row_id,step_s,step_s_low,
@@ -194,7 +198,7 @@ examples:
 
 
 @command(*options.of(AdviseRequest), examples=_ADVISE)
-def advise(args: Any, show: OnEvent) -> Output:
+def advise(args: Arguments, show: OnEvent) -> Output:
     """Find hidden sizes, heads, MLP widths, experts, vocabularies and micro batches that suit a
     GPU.
 
@@ -214,7 +218,7 @@ examples:
 
 
 @command(*options.of(SupportRequest), examples=_SUPPORT)
-def support(args: Any, show: OnEvent) -> Output:
+def support(args: Arguments, show: OnEvent) -> Output:
     """Show what is known of a model: counted, run, priced and exported, by engine and GPU.
 
     priced: measured (runs of this engine on these machines), near (on machines like them), blended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -19,6 +19,9 @@ from fourfold.text_table import Grid, named, or_dash, table
 from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
+
 _FIT = """\
 examples:
   fourfold fit measured.csv --out mine.json
@@ -33,7 +36,7 @@ examples:
     options.FORCE,
     examples=_FIT,
 )
-def fit(args: Any, show: OnEvent) -> Output:
+def fit(args: Arguments, show: OnEvent) -> Output:
     """Fit the cost model to measured runs: a calibration for every stack and cluster.
 
     At most 6 coefficients for time and 3 for memory are free per stack and cluster, never more than
@@ -96,7 +99,7 @@ _NUMBERS = named(
     option("--picture", "predicted against measured", "FILE.png"),
     examples=_SCORE,
 )
-def score(args: Any, show: OnEvent) -> Output:
+def score(args: Arguments, show: OnEvent) -> Output:
     """Score predictions against measured tables: error, bias, ranking, regret, fit, coverage.
 
     Without a switch the calibration is used as it is (in-sample for rows it was fitted on). --cv

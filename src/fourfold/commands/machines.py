@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -21,6 +21,9 @@ from fourfold.spec.site import site_start
 from fourfold.verbs.requests import ClusterRequest, ReportRequest
 from fourfold.verbs.run_requests import CalibrateRequest
 from fourfold.verbs.shapes import gpu
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 _CLUSTERS = """\
 examples:
@@ -42,7 +45,7 @@ examples:
     option("--force", "overwrite existing output files", switch=True),
     line="a cluster file from what you know and measured",
 )
-def new(args: Any, show: OnEvent) -> Output:
+def new(args: Arguments, show: OnEvent) -> Output:
     """Describe a cluster in a file; on a terminal, missing values are asked for."""
     for path in filter(None, (args.out, args.site_out)):
         files.require_mine(path, mark="", force=bool(args.force))
@@ -68,7 +71,7 @@ def new(args: Any, show: OnEvent) -> Output:
     examples=_CLUSTERS,
     actions={"new": new},
 )
-def clusters(args: Any, show: OnEvent) -> Output:
+def clusters(args: Arguments, show: OnEvent) -> Output:
     """List GPUs and clusters, or show one; 'clusters new' describes yours.
 
     Without a name it lists all. With a name or path it shows the cluster's link levels, from inner
@@ -120,7 +123,7 @@ _MARKS = {
     options.FORCE,
     examples=_CALIBRATE,
 )
-def calibrate(args: Any, show: OnEvent) -> Output:
+def calibrate(args: Arguments, show: OnEvent) -> Output:
     """Measure this machine's kernels and links, and write a hardware profile.
 
     Matrix products by shape and format, attention by kernel, head size and length, memory
@@ -162,7 +165,7 @@ PAGE, RUNS = "demo.html", "runs"
     option("--open", "show the page in a browser", switch=True),
     examples=_DEMO,
 )
-def demo(args: Any, show: OnEvent) -> Output:
+def demo(args: Arguments, show: OnEvent) -> Output:
     """Calibrate, plan and measure a small model on this machine, in about two minutes.
 
     Measures the machine briefly, plans a small model on it, runs the best layouts for a few steps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import options
@@ -22,6 +22,7 @@ from fourfold.verbs.engine_memory_request import EngineMemoryRequest
 from fourfold.verbs.shapes import FlopsRequest
 
 if TYPE_CHECKING:
+    from fourfold.flag import Arguments
     from fourfold.verbs.predict import DryRun
 
 _MODELS = """\
@@ -41,7 +42,7 @@ examples:
     *options.layout_options(),
     examples=_MODELS,
 )
-def models(args: Any, show: OnEvent) -> Output:
+def models(args: Arguments, show: OnEvent) -> Output:
     """List model presets, or show one model's shape and size.
 
     Without a name it lists every preset. With a name, or the path of a Hugging Face config.json, it
@@ -69,7 +70,7 @@ examples:
 
 
 @command(*options.of(FlopsRequest), *options.run_options(), examples=_FLOPS)
-def flops(args: Any, show: OnEvent) -> Output:
+def flops(args: Arguments, show: OnEvent) -> Output:
     """Convert a measured speed to MFU, HFU and TFLOP/s under every published convention.
 
     Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the
@@ -105,7 +106,7 @@ examples:
     *options.run_options(),
     examples=_DRYRUN,
 )
-def dryrun(args: Any, show: OnEvent) -> Output:
+def dryrun(args: Arguments, show: OnEvent) -> Output:
     """Count what any rank of any layout holds, computes and sends, without hardware.
 
     One process acts as the rank: every operator and collective of a step of the real engine runs on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -26,6 +26,7 @@ from fourfold.verbs.requests import PlanRequest, decided
 
 if TYPE_CHECKING:
     from fourfold.cost.predict import OpRow
+    from fourfold.flag import Arguments
     from fourfold.search.explain import Explanation
     from fourfold.search.plan_answer import PlanRow
     from fourfold.verbs.front import Front, Largest
@@ -72,7 +73,7 @@ examples:
     options.FORCE,
     examples=_PLAN,
 )
-def plan(args: Any, show: OnEvent) -> Output:
+def plan(args: Arguments, show: OnEvent) -> Output:
     """Find the fastest layout for a model on these GPUs, and whether it fits.
 
     Every legal layout is checked against memory and its step time predicted. The first is the
@@ -102,7 +103,7 @@ _PARTS = {
 }
 
 
-def _one_question(args: Any) -> None:
+def _one_question(args: Arguments) -> None:
     """Refuse options that the answer would leave out."""
     asked = [name for name in _QUESTIONS if getattr(args, name) is not None]
     if len(asked) > 1 and asked != ["deadline", "budget"]:
@@ -113,7 +114,7 @@ def _one_question(args: Any) -> None:
             raise UserError(f"needs {' or '.join(f'--{one}' for one in needs)}", field=f"--{name}")
 
 
-def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
+def _answered(args: Arguments, request: PlanRequest, show: OnEvent) -> Output:
     if args.front:
         front = fourfold.front(request, args.front, on_event=show)
         return Output.of(front, lambda: front_page(front), 0 if front.points else 1)
@@ -138,7 +139,7 @@ def _answered(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     return Output.of(answer, lambda: page(answer, details=details), status=status)
 
 
-def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
+def _explain(args: Arguments, request: PlanRequest, show: OnEvent) -> Output:
     if args.timeline:
         must_be_picture(args.timeline, "timeline", SUFFIXES)
     draw, listed = bool(args.timeline), bool(args.operations)
@@ -156,7 +157,7 @@ def _called(request: PlanRequest) -> str:
     return request.model if isinstance(request.model, str) else ""
 
 
-def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
+def _export(args: Arguments, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
     settings = fourfold.export(
         request, pick=args.pick or 1, name=_called(request), job=args.job or "", on_event=show

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import options
@@ -17,8 +18,11 @@ from fourfold.page.document import check_page, write_page
 from fourfold.show.diagnose import page
 from fourfold.text_table import Grid, Part
 from fourfold.units import counted
-from fourfold.verbs.collect import CollectRequest
+from fourfold.verbs.collect import Collected, CollectRequest
 from fourfold.verbs.requests import DiagnoseRequest
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 _COLLECT = """\
 examples:
@@ -39,7 +43,7 @@ _HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem
     ),
     examples=_COLLECT,
 )
-def collect(args: Any, show: OnEvent) -> Output:
+def collect(args: Arguments, show: OnEvent) -> Output:
     """Turn logs of other engines into measured rows for fit, score, predict and report.
 
     Reads logs of Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron, llm-foundry,
@@ -56,7 +60,7 @@ def collect(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: _page(answer), status=0 if answer.ok else 1)
 
 
-def _page(answer: Any) -> list[Part]:
+def _page(answer: Collected) -> list[Part]:
     parts: list[Part] = []
     if answer.rows_read:
         parts.append(Grid(_HEADINGS, [_cells(row) for row in answer.rows_read]))
@@ -72,7 +76,7 @@ def _page(answer: Any) -> list[Part]:
             parts.append(f"{one.log}: {counted(one.book.unread, 'line')} could not be read:")
             parts += [f"  {number}: {text}" for number, text in one.book.shown]
         if one.link:
-            parts.append(_link(one))
+            parts.append(_link(one.log, one.link))
     return parts
 
 
@@ -101,11 +105,10 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _link(one: Any) -> str:
-    link = one.link
+def _link(log: str, link: Mapping[str, Any]) -> str:
     latency = "" if link["latency_s"] is None else f", {1e6 * link['latency_s']:.1f} us"
     return (
-        f"{one.log}: {link['op']} over {counted(link['ranks'], 'rank')}"
+        f"{log}: {link['op']} over {counted(link['ranks'], 'rank')}"
         f" of {counted(link['hosts'], 'host')}: "
         f"{link['bytes_per_s'] / 1e9:.1f} GB/s per rank{latency}; 'fourfold clusters new' takes it"
     )
@@ -128,7 +131,7 @@ examples:
     options.FORCE,
     examples=_DIAGNOSE,
 )
-def diagnose(args: Any, show: OnEvent) -> Output:
+def diagnose(args: Arguments, show: OnEvent) -> Output:
     """Tell why a traced run is slower than it should be: measured and expected seconds by part,
     causes and remedies.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold import files, options
@@ -33,6 +33,9 @@ from fourfold.verbs.run_requests import (
     TrainRequest,
 )
 
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
+
 _BENCH = """\
 examples:
   fourfold bench --model llama-tiny --gpus 4 --tp 2 --seq-len 128 --global-batch 16 --precision fp32
@@ -60,7 +63,7 @@ _SHARED = ("cluster", "profile", "trace", "env", "oversubscribe", "force")
     ),
     examples=_BENCH,
 )
-def bench(args: Any, show: OnEvent) -> Output:
+def bench(args: Arguments, show: OnEvent) -> Output:
     """Run one configuration; report speed, confidence interval and anything suspicious about the
     measurement.
 
@@ -83,7 +86,7 @@ def bench(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: runs_page(answer.runs, rule), status=status)
 
 
-def _is_one_rank(args: Any) -> bool:
+def _is_one_rank(args: Arguments) -> bool:
     if args.as_rank is None:
         for field in ("world", "layouts", "micro_batches", "details", "out"):
             hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
@@ -91,7 +94,7 @@ def _is_one_rank(args: Any) -> bool:
     return args.as_rank is not None
 
 
-def _one_rank(args: Any, show: OnEvent) -> Output:
+def _one_rank(args: Arguments, show: OnEvent) -> Output:
     unused = (*options.of(BenchRequest), *options.of(RunSpec, "tag", "note"))
     rule = "cannot be combined with --as-rank, which runs one rank here and stores nothing"
     options.refuse(args, (one for one in unused if one.key not in _SHARED), rule)
@@ -159,7 +162,7 @@ _FROM_PLAN = (
     *(one._replace(group=_PLAN, rare=True) for one in _FROM_PLAN),
     examples=_SWEEP,
 )
-def sweep(args: Any, show: OnEvent) -> Output:
+def sweep(args: Arguments, show: OnEvent) -> Output:
     """Measure many runs; every outcome is stored, and a stopped sweep resumes where it left off.
 
     FILE is a run with a [sweep] table whose lists are the axes; it starts at once. The flag form
@@ -178,7 +181,7 @@ def sweep(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: runs.sweep_page(answer, request.runs))
 
 
-def _source(args: Any, show: OnEvent) -> Any:
+def _source(args: Arguments, show: OnEvent) -> Any:
     if [bool(args.file), bool(args.models), args.count is not None].count(True) != 1:
         rule = "a sweep needs one of a FILE.toml, models with -m, and --from-plan K"
         raise UserError(rule, hint="see 'fourfold sweep --help'")
@@ -241,7 +244,7 @@ _TRAINING = (
     ),
     examples=_TRAIN,
 )
-def train(args: Any, show: OnEvent) -> Output:
+def train(args: Arguments, show: OnEvent) -> Output:
     """Train a model, or resume on any layout: data, learning-rate schedule, checkpoints, loss
     curve.
 
@@ -272,7 +275,7 @@ def train(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: runs.training_page(answer), status=status)
 
 
-def _table(args: Any, known: dict[str, Any], show: OnEvent) -> dict[str, Any]:
+def _table(args: Arguments, known: dict[str, Any], show: OnEvent) -> dict[str, Any]:
     """Flags over a spec file or, without one, over what the folder was trained with."""
     known = {} if args.spec else known
     if any(getattr(args, axis) is not None for axis in ("gpus", *AXES)):

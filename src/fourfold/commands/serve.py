@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fourfold import options
 from fourfold.commands import COMMANDS, command, load
@@ -13,6 +13,9 @@ from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.spec import catalog, check
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 _SERVE = """\
 examples:
@@ -35,7 +38,7 @@ examples:
     examples=_SERVE,
     formats=False,
 )
-def serve(args: Any, show: OnEvent) -> Output:
+def serve(args: Arguments, show: OnEvent) -> Output:
     """Plan in a browser, and follow a run store or a training live.
 
     The app listens on this machine alone unless --host says otherwise, and then needs a --token. It
@@ -88,7 +91,7 @@ examples:
     examples=_MCP,
     formats=False,
 )
-def mcp(args: Any, show: OnEvent) -> Output:
+def mcp(args: Arguments, show: OnEvent) -> Output:
     """Answer coding agents: plan, predict, explain, check and collect as tools over MCP.
 
     Speaks the Model Context Protocol on stdin and stdout. Clients name files below --folder only,
@@ -131,7 +134,7 @@ _KNOWN = {"convention": (*CONVENTIONS, *ALIASES), "shell": SHELLS}
     examples=_COMPLETION,
     formats=False,
 )
-def completion(args: Any, show: OnEvent) -> Output:
+def completion(args: Arguments, show: OnEvent) -> Output:
     """Print a completion script for bash, zsh or fish.
 
     It completes commands, flags, choices and catalogue names by asking fourfold at each TAB, and

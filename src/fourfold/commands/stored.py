@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -22,6 +22,10 @@ from fourfold.text_table import Grid, Part
 from fourfold.units import counted
 from fourfold.verbs.requests import PlanRequest, ReportRequest, RunFilter, RunsRequest
 
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
+    from fourfold.verbs.report import Findings, Report
+
 _RUNS = """\
 examples:
   fourfold runs
@@ -37,7 +41,7 @@ examples:
     *options.of(PlanRequest, "convention"),
     line="one run in full",
 )
-def show_one(args: Any, show: OnEvent) -> Output:
+def show_one(args: Arguments, show: OnEvent) -> Output:
     """Print one run in full, as 'bench' does."""
     rule = convention(args.convention or DEFAULT).id
     answer = fourfold.show_run(args.run_id, store=args.runs or "runs", on_event=show)
@@ -45,7 +49,7 @@ def show_one(args: Any, show: OnEvent) -> Output:
 
 
 @command(*options.of(RunsRequest), examples=_RUNS, actions={"show": show_one})
-def runs(args: Any, show: OnEvent) -> Output:
+def runs(args: Arguments, show: OnEvent) -> Output:
     """List stored runs with outcome, speed and memory; failed ones too.
 
     --where may use dp tp cp pp ep etp vp micro_batch global_batch seq_len gpus nodes layers hidden
@@ -72,7 +76,7 @@ examples:
     *options.of(RunFilter, "runs"),
     examples=_DIFF,
 )
-def diff(args: Any, show: OnEvent) -> Output:
+def diff(args: Arguments, show: OnEvent) -> Output:
     """Compare two stored runs: settings, environment, results, and whether the times differ.
 
     A and B are run folders, or the start of a run's id in the store of --runs ('3fa2', or '3fa2#1'
@@ -102,7 +106,7 @@ _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
     options.FORCE,
     examples=_REPORT,
 )
-def report(args: Any, show: OnEvent) -> Output:
+def report(args: Arguments, show: OnEvent) -> Output:
     """Print results in published styles, from stored runs and from files of tables.
 
     SOURCE is a store (a folder of runs) or a file of tables (.md, .csv); the default is the
@@ -131,7 +135,7 @@ def report(args: Any, show: OnEvent) -> Output:
     return Output(answer.plain, answer.styled_rows, lambda: [page])
 
 
-def _write_both(answer: Any, name: str, force: bool, show: OnEvent) -> None:
+def _write_both(answer: Report, name: str, force: bool, show: OnEvent) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     is_name = Path(stem).name not in ("", INDEX, RUN_FILE)
     check.that(is_name, "out", name, "must be a file name", "use a name such as results")
@@ -159,7 +163,7 @@ examples:
     option("--rules", "list the rules and exit", switch=True),
     examples=_LINT,
 )
-def lint(args: Any, show: OnEvent) -> Output:
+def lint(args: Arguments, show: OnEvent) -> Output:
     """Find rows of published tables that cannot be right, and suggest the repair.
 
     Reads Markdown or CSV with tables of the MPT, topology, scaling and reference styles, any
@@ -174,7 +178,7 @@ def lint(args: Any, show: OnEvent) -> Output:
     return Output.of(answer, lambda: _page(answer, several=len(args.files) > 1), status=status)
 
 
-def _page(answer: Any, *, several: bool) -> list[Part]:
+def _page(answer: Findings, *, several: bool) -> list[Part]:
     if not answer.findings:
         return [f"nothing found; {answer.checked}"]
     rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -21,6 +21,7 @@ from fourfold.verbs.run_requests import TraceRequest
 
 if TYPE_CHECKING:
     from fourfold.cost.trace.advice import Crossover, KindAdvice, KindTimes
+    from fourfold.flag import Arguments
     from fourfold.result.trace import TensorCount, TraceMeasure
     from fourfold.verbs.trace import ComparedStep, Traced
 
@@ -40,7 +41,7 @@ examples:
     options.option("--picture", "draw memory over the steps", "FILE.png"),
     examples=_TRACE,
 )
-def trace(args: Any, show: OnEvent) -> Output:
+def trace(args: Arguments, show: OnEvent) -> Output:
     """Show what every step of a parallel layer does on one rank: computed, or run with --run.
 
     Prints tensors as `name [symbolic] = [numbers]`, elements and bytes, FLOPs of one rank and of

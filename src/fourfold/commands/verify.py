@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fourfold
 from fourfold import files, options
@@ -18,6 +18,9 @@ from fourfold.show.runs import verified_page
 from fourfold.spec import texts
 from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
+
+if TYPE_CHECKING:
+    from fourfold.flag import Arguments
 
 _VERIFY = """\
 examples:
@@ -37,7 +40,7 @@ examples:
     options.SET._replace(help="set a policy field, such as policy.cp_kind=ring"),
     examples=_VERIFY,
 )
-def verify(args: Any, show: OnEvent) -> Output:
+def verify(args: Arguments, show: OnEvent) -> Output:
     """Check that layouts compute what one process computes.
 
     Trains tiny models both ways and compares the loss, every gradient, the global norm, and the
@@ -72,7 +75,7 @@ examples:
 
 
 @command(*options.of(EnginesRequest, "names", "engines"), line="install releases")
-def add(args: Any, show: OnEvent) -> Output:
+def add(args: Arguments, show: OnEvent) -> Output:
     """Install releases from the package index that pip uses."""
     request = options.load(EnginesRequest, args)
     answer = fourfold.install_engines(request, on_event=show)
@@ -86,7 +89,7 @@ def add(args: Any, show: OnEvent) -> Output:
     options.FORCE,
     line="make the matrix of verdicts",
 )
-def make_matrix(args: Any, show: OnEvent) -> Output:
+def make_matrix(args: Arguments, show: OnEvent) -> Output:
     """Every axis and option of every release, as a page and a CSV file. Releases that are not named
     stay as the folder has them.
     """
@@ -112,7 +115,7 @@ def make_matrix(args: Any, show: OnEvent) -> Output:
     examples=_ENGINES,
     actions={"install": add, "matrix": make_matrix},
 )
-def engines(args: Any, show: OnEvent) -> Output:
+def engines(args: Arguments, show: OnEvent) -> Output:
     """List other engines that 'verify --engine' can check; install them; make the matrix of all.
 
     Every release lives in a folder of its own, with what it needs, and takes torch from fourfold's

@@ -7,10 +7,14 @@ import hmac
 import re
 import socket
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fourfold.errors import UserError
 from fourfold.spec import check
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN = re.compile("[A-Za-z0-9_-]{8,200}")
@@ -68,10 +72,10 @@ def listening(settings: Served) -> tuple[Served, socket.socket]:
 class Guard:
     """Middleware that refuses requests of other sites' pages and those without the token."""
 
-    def __init__(self, inner: Any, settings: Served) -> None:
+    def __init__(self, inner: ASGIApp, settings: Served) -> None:
         self.inner, self.settings = inner, settings
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.inner(scope, receive, send)
             return
@@ -84,7 +88,7 @@ class Guard:
             await PlainTextResponse(why, status_code=403)(scope, receive, send)
             return
 
-        async def with_headers(event: Any) -> None:
+        async def with_headers(event: Message) -> None:
             if event["type"] == "http.response.start":
                 event["headers"] += [
                     (b"x-content-type-options", b"nosniff"),
@@ -99,7 +103,7 @@ class Guard:
 
         await self.inner(scope, receive, with_headers)
 
-    def why_not(self, request: Any) -> str:
+    def why_not(self, request: Request) -> str:
         host, origin = request.headers["host"], request.headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return f"a page of {origin!r} may not ask this server"
@@ -114,7 +118,7 @@ class Guard:
         return ""
 
 
-def _own_page_asks(request: Any) -> bool:
+def _own_page_asks(request: Request) -> bool:
     """By what browsers say of a request; other programs say nothing."""
     site, mode, target = (
         request.headers.get(f"sec-fetch-{name}") for name in ("site", "mode", "dest")

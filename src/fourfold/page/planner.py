@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import fourfold
@@ -52,7 +53,7 @@ class QueuedPlan(QueuedCall):
     view: str
     request: PlanRequest
     ended: bool = False
-    process: Any = None
+    process: BaseProcess | None = None
 
     def end(self) -> None:
         self.ended = True

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from html import escape
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args
 
 import fourfold
 from fourfold.errors import UserError
@@ -20,7 +20,7 @@ from fourfold.page.plan import PLAN_SCRIPTS
 from fourfold.page.planner import Planner, SupersededError, estimated_cpu_s, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.page.turns import BusyError
-from fourfold.spec import Cluster, catalog, check, texts, words
+from fourfold.spec import Cluster, ModelShape, catalog, check, texts, words
 from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.layout import EXPERT_AXES
@@ -28,6 +28,13 @@ from fourfold.units import counted, number_from, three_digits
 from fourfold.verbs.question import EXPORTED
 from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+T = TypeVar("T")
+View: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 # Fields of the form, read as the flags of 'plan' are; what is empty is left to the planner.
 _FIELDS = (
     "gpus",
@@ -84,7 +91,7 @@ def _cluster(text: str) -> Cluster:
     return catalog.cluster_from(data)
 
 
-def _model(asked: Mapping[str, str]) -> Any:
+def _model(asked: Mapping[str, str]) -> ModelShape | str:
     config = asked.get("config", "").strip()
     if config:
         check.that(len(config) <= _MOST_TEXT, "config.json", config, "is too long")
@@ -101,7 +108,7 @@ class Views:
     def __init__(self, settings: Served) -> None:
         self.settings, self.planner = settings, Planner()
 
-    async def plan(self, request: Any) -> Any:
+    async def plan(self, request: Request) -> Response:
         from starlette.concurrency import run_in_threadpool
         from starlette.responses import HTMLResponse, Response
 
@@ -111,7 +118,8 @@ class Views:
         try:
             wanted = await run_in_threadpool(plan_request, asked)
             now = wanted if full else first_look(wanted)
-            cost_s, client = await run_in_threadpool(estimated_cpu_s, now), request.client.host
+            cost_s = await run_in_threadpool(estimated_cpu_s, now)
+            client = request.client.host if request.client else ""
             data = await self.planner.plan(
                 view, now, request.is_disconnected, client=client, cost_s=cost_s
             )
@@ -149,25 +157,25 @@ class Views:
         )
         return {"deadline": said}
 
-    def answer(self, make: Callable[[Served], Any], response: Callable[[Any], Any]) -> Any:
+    def answer(self, make: Callable[[Served], T], response: Callable[[T], Response]) -> View:
         from starlette.concurrency import run_in_threadpool
 
-        async def answer(request: Any) -> Any:
+        async def answer(request: Request) -> Response:
             return response(await run_in_threadpool(make, self.settings))
 
         return answer
 
 
-def app(settings: Served) -> Any:
+def app(settings: Served) -> Starlette:
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
 
-    def as_json(found: Any) -> Any:
+    def as_json(data: Mapping[str, Any]) -> Response:
         """With halves of characters written out, which no JSON carries over a network."""
-        return Response(json_text(found, indent=None), media_type="application/json")
+        return Response(json_text(data, indent=None), media_type="application/json")
 
     views = Views(settings)
     pages = {"/": home_page} | ({"/runs": runs_page} if settings.runs else {})
@@ -178,7 +186,7 @@ def app(settings: Served) -> Any:
     routes += [Route(path, views.answer(make, HTMLResponse)) for path, make in pages.items()]
     routes += [Route(path, views.answer(make, as_json)) for path, make in data.items()]
 
-    async def refused(request: Any, error: Exception) -> Any:
+    async def refused(request: Request, error: Exception) -> Response:
         return HTMLResponse(message(error), status_code=422)
 
     middleware = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from fourfold.cost.run import device_facts
 from fourfold.cost.step.estimate import ends_s, layer_times
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
 from fourfold.search.rules.case import divisors
+from fourfold.spec import codec
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import PRICED_ATTENTION
 
@@ -60,6 +61,61 @@ class LayerShape:
         return self.heads * self.head_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedSize:
+    """A value of a size beside the asked one, with the sizes that follow from it."""
+
+    value: int
+    tflops_gpu: float
+    against_asked: float
+    heads: int | None = None
+    head_size: int | None = None
+    attention_loss: float | None = None
+    expert_ffn: int | None = None
+    top_k: int | None = None
+    rows: int | None = None  # tokens per expert and micro batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetterSize:
+    """The nearest value that loses little, and its speed per FLOP over that of the asked one."""
+
+    value: int
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductLoss:
+    """A layer's matrix product on one rank, [tokens, into] x [into, out], and what it loses against
+    one that fills the GPU."""
+
+    name: str
+    tokens: int
+    out: float
+    into: float
+    alignment_loss_pct: float
+    wave_loss_pct: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeAdvice:
+    """A size among its neighbours. `gemms` are those of a hidden size; `verdict`, `head_size` and
+    `attention_loss` are about heads; `kernel_rule` is about a micro batch: whether Megatron's fused
+    softmax takes it."""
+
+    asked: int
+    tflops_gpu: float
+    loses_pct: float
+    better: Annotated[BetterSize | None, codec.NULL]
+    notes: tuple[str, ...]
+    table: tuple[TriedSize, ...]
+    gemms: tuple[ProductLoss, ...] | None = None
+    verdict: str | None = None
+    head_size: int | None = None
+    attention_loss: float | None = None
+    kernel_rule: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The GPU, the coefficients and the kind of attention that the advice is for."""
@@ -84,7 +140,9 @@ class Kernels:
             "ep",
             "width",
         )
-        facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
+        facts: dict[str, Sequence[float] | float] = {
+            name: [getattr(s, name) for s in shapes] for name in names
+        }
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
         idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}
         idle |= {"node": 8, "net_seen": 0}
@@ -110,25 +168,26 @@ def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:
     return min(counts, key=lambda n: ((hidden // n) % 8 != 0, abs(hidden // n - head_size)))
 
 
-def judged(asked: int, values: list[int], rates: Floats, notes: list[str]) -> dict[str, Any]:
-    """The asked value among its neighbours: what it loses and the nearest that loses little."""
+def judged(asked: int, values: list[int], rates: Floats, notes: list[str]) -> SizeAdvice:
+    """Return the asked value among its neighbours: what it loses and the nearest that loses
+    little."""
     own_rate = float(rates[values.index(asked)])
     best = float(rates.max())
     enough = own_rate + SHARE_OF_GAIN * (best - own_rate)
     good = [v for v, rate in zip(values, rates, strict=True) if rate >= enough]
     closest = min(good, key=lambda v: (abs(v - asked), v))
     gain = float(rates[values.index(closest)]) / own_rate
-    return {
-        "asked": asked,
-        "tflops_gpu": own_rate / 1e12,
-        "loses_pct": 100.0 * (1.0 - own_rate / best),
-        "better": {"value": closest, "gain": gain} if gain > WORTH_SAYING else None,
-        "notes": notes,
-        "table": [
-            {"value": v, "tflops_gpu": float(r) / 1e12, "against_asked": float(r) / own_rate}
+    return SizeAdvice(
+        asked=asked,
+        tflops_gpu=own_rate / 1e12,
+        loses_pct=100.0 * (1.0 - own_rate / best),
+        better=BetterSize(value=closest, gain=gain) if gain > WORTH_SAYING else None,
+        notes=tuple(notes),
+        table=tuple(
+            TriedSize(value=v, tflops_gpu=float(r) / 1e12, against_asked=float(r) / own_rate)
             for v, r in zip(values, rates, strict=True)
-        ],
-    }
+        ),
+    )
 
 
 def _alignment(name: str, size: int, tp: int) -> list[str]:
@@ -163,7 +222,7 @@ def key_heads(heads: int, group: int) -> int:
 
 def hidden_advice(
     shape: LayerShape, kernels: Kernels, *, free_heads: bool, mlp_ratio: float | None
-) -> dict[str, Any]:
+) -> SizeAdvice:
     """Hidden sizes near the asked one; heads and MLP follow it where the user left them open
     (`mlp_ratio`: of the MLP's width to the hidden size, None where it stays)."""
     follows = shape.heads if not free_heads and shape.head_dim is None else shape.tp
@@ -183,12 +242,14 @@ def hidden_advice(
     if len(plain) == 1:
         notes.append(f"no multiple of 64 nearby is divided by {shape.heads} heads; try other heads")
     advice = judged(shape.hidden, list(plain), rates, notes)
-    for row in advice["table"]:
-        row |= {"heads": plain[row["value"]].heads, "head_size": plain[row["value"]].head_size}
-    return advice | {"gemms": gemm_losses(shape, kernels)}
+    tried = (
+        replace(row, heads=plain[row.value].heads, head_size=plain[row.value].head_size)
+        for row in advice.table
+    )
+    return replace(advice, table=tuple(tried), gemms=gemm_losses(shape, kernels))
 
 
-def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
+def gemm_losses(shape: LayerShape, kernels: Kernels) -> tuple[ProductLoss, ...]:
     """The layer's products on one rank, [tokens, in] x [in, out]: what alignment and what tiles and
     waves cost against a product that fills the GPU."""
     tokens = float(shape.micro_batch * shape.seq_len)
@@ -208,16 +269,16 @@ def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
         sms = np.array([float(kernels.device.sms)])
         area = tile_waves(m, n, sms=sms, wave=kernels.coefficients["wave"])[0]
         losses.append(
-            {
-                "name": name,
-                "tokens": int(tokens),
-                "out": out,
-                "into": into,
-                "alignment_loss_pct": 100.0 * (1.0 - aligned),
-                "wave_loss_pct": 100.0 * (1.0 - 2.0 * tokens * out / float(area)),
-            }
+            ProductLoss(
+                name=name,
+                tokens=int(tokens),
+                out=out,
+                into=into,
+                alignment_loss_pct=100.0 * (1.0 - aligned),
+                wave_loss_pct=100.0 * (1.0 - 2.0 * tokens * out / float(area)),
+            )
         )
-    return losses
+    return tuple(losses)
 
 
 def _core_loss(c: Columns, kernels: Kernels) -> Floats:
@@ -229,7 +290,7 @@ def _core_loss(c: Columns, kernels: Kernels) -> Floats:
     return both / both.min()
 
 
-def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def heads_advice(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     """Head counts that divide their width and tp; the attention core is judged beside the layer."""
     width, ratio = shape.width, max(1, shape.heads // shape.kv_heads)
     even = [n for n in divisors(width) if n % shape.tp == 0]
@@ -254,29 +315,34 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
         if loss > WORTH_SAYING:
             notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")
     advice = judged(shape.heads, counts, rates, notes)
-    for row, loss in zip(advice["table"], core, strict=True):
-        row |= {"head_size": width // row["value"], "attention_loss": float(loss)}
+    tried = (
+        replace(row, head_size=width // row.value, attention_loss=float(loss))
+        for row, loss in zip(advice.table, core, strict=True)
+    )
     is_slow = core[own] >= SLOW_ATTENTION or rates[own] * WORTH_SAYING < rates.max()
     good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[own] - 1.0) / 2]
     closest = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)
-    advice |= {
-        "verdict": "slow" if is_slow else "fine",
-        "head_size": size,
-        "attention_loss": float(core[own]),
-    }
     gain = float(rates[counts.index(closest)] / rates[own])
-    if is_slow and advice["better"] is None and gain > WORTH_SAYING:
-        advice["better"] = {"value": closest, "gain": gain}
-    return advice
+    better = advice.better
+    if is_slow and better is None and gain > WORTH_SAYING:
+        better = BetterSize(value=closest, gain=gain)
+    return replace(
+        advice,
+        better=better,
+        table=tuple(tried),
+        verdict="slow" if is_slow else "fine",
+        head_size=size,
+        attention_loss=float(core[own]),
+    )
 
 
-def ffn_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def ffn_advice(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     sizes = near(shape.ffn, int(np.lcm(64, shape.tp)))
     rates = layer_rates([replace(shape, ffn=f) for f in sizes], kernels)
     return judged(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
 
 
-def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def vocab_advice(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     """Padding a vocabulary costs work and may still save time; only padding upwards is safe."""
     step = 64 * shape.tp
     padded = -(-shape.vocab // step) * step
@@ -288,7 +354,7 @@ def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     return judged(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))
 
 
-def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def micro_advice(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     """Micro batches up to 16 by rate; tokens fill tiles and waves in steps."""
     sizes = sorted({*range(1, 17), shape.micro_batch})
     rates = layer_rates([replace(shape, micro_batch=m) for m in sizes], kernels)
@@ -300,4 +366,4 @@ def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
             "softmax falls back to separate kernels (flash attention is not affected)"
         )
     advice = judged(shape.micro_batch, sizes, rates, notes)
-    return advice | {"kernel_rule": per_rank % 4 == 0}
+    return replace(advice, kernel_rule=per_rank % 4 == 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -13,13 +12,12 @@ from fourfold.cost.columns import Floats
 from fourfold.cost.ops.experts import experts
 from fourfold.cost.ops.op import Sizes
 from fourfold.cost.step.rates import rates_of
-from fourfold.search.advise import Kernels, LayerShape, judged, near
+from fourfold.search.advise import Kernels, LayerShape, SizeAdvice, judged, near
 
 # A grouped product works through an expert's columns in tiles of so many, and reads rows of whole
 # 16 bytes (torch._grouped_mm refuses others).
 TILE, WHOLE_ROWS = 128.0, 8
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-ROWS = "rows"
 ANOTHER_MODEL = "as many weights and as much work, but another model: rates say nothing of its loss"
 
 
@@ -41,7 +39,7 @@ def expert_rates(shapes: Sequence[LayerShape], kernels: Kernels) -> Floats:
     return 6.0 * c.tokens / c.split * useful / seconds
 
 
-def expert_advice(shape: LayerShape, kernels: Kernels) -> dict[str, dict[str, Any]]:
+def expert_advice(shape: LayerShape, kernels: Kernels) -> dict[str, SizeAdvice]:
     """By size; each keeps what the others make of a token and of the model's weights."""
     return {
         "experts": _finer(shape, kernels),
@@ -50,14 +48,14 @@ def expert_advice(shape: LayerShape, kernels: Kernels) -> dict[str, dict[str, An
     }
 
 
-def _with(advice: dict[str, Any], shapes: Sequence[LayerShape], *names: str) -> dict[str, Any]:
-    """Each value with what else it means."""
-    for row, one in zip(advice["table"], shapes, strict=True):
-        row |= {name: getattr(one, name) for name in names} | {ROWS: round(rows_of(one))}
-    return advice
+def _with_rows(advice: SizeAdvice, shapes: Sequence[LayerShape]) -> SizeAdvice:
+    """Return the advice with the tokens per expert of each value."""
+    tried = zip(advice.table, shapes, strict=True)
+    rows = (replace(row, rows=round(rows_of(shape))) for row, shape in tried)
+    return replace(advice, table=tuple(rows))
 
 
-def _finer(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def _finer(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     """As many weights and as much work in fewer, wider experts, or in more, narrower ones."""
     found = {shape.experts: shape}
     for times in (2, 4):
@@ -74,10 +72,14 @@ def _finer(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     if shape.experts % shape.ep:
         notes.append(f"experts {shape.experts} are not divisible by ep {shape.ep}")
     advice = judged(shape.experts, sorted(found), rates, notes)
-    return _with(advice, shapes, "expert_ffn", "top_k")
+    tried = (
+        replace(row, expert_ffn=other.expert_ffn, top_k=other.top_k)
+        for row, other in zip(advice.table, shapes, strict=True)
+    )
+    return _with_rows(replace(advice, table=tuple(tried)), shapes)
 
 
-def _wider(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def _wider(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     widths = near(shape.expert_ffn, 64)
     shapes = [replace(shape, expert_ffn=width) for width in widths]
     notes, ragged = [], shape.expert_ffn % int(TILE)
@@ -86,12 +88,12 @@ def _wider(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     elif ragged:
         notes.append(f"{ragged} columns of the last tile of {TILE:.0f} are used")
     advice = judged(shape.expert_ffn, widths, expert_rates(shapes, kernels), notes)
-    return _with(advice, shapes)
+    return _with_rows(advice, shapes)
 
 
-def _more_rows(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
+def _more_rows(shape: LayerShape, kernels: Kernels) -> SizeAdvice:
     sizes = sorted({*MICRO_BATCHES, shape.micro_batch})
     shapes = [replace(shape, micro_batch=size) for size in sizes]
     notes = [f"{rows_of(shape):,.0f} tokens per expert at ep {shape.ep}"]
     advice = judged(shape.micro_batch, sizes, expert_rates(shapes, kernels), notes)
-    return _with(advice, shapes)
+    return _with_rows(advice, shapes)

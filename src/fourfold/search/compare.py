@@ -3,8 +3,8 @@ asked parameter count takes fewest days for the tokens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from fourfold.cost.count.params import model_params
 from fourfold.events import Event
@@ -12,7 +12,7 @@ from fourfold.search.advise import auto_heads
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
-from fourfold.spec import check
+from fourfold.spec import check, codec
 from fourfold.spec.model import ModelShape
 from fourfold.units import counted
 
@@ -98,8 +98,32 @@ def _shape(
     return model if off <= TOLERANCE else None
 
 
-def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> list[dict[str, Any]]:
-    """Days of each model for the tokens, fastest first; those that do not fit come last."""
+Figure = Annotated[float | None, codec.NULL]  # None: it does not fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeDays:
+    """A model's shape at its best layout, and the days of its training; or the `reason` why it has
+    none."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    params: int
+    days: Figure = None
+    gpu_hours: Figure = None
+    layout: Annotated[str | None, codec.NULL] = None
+    step_s: Figure = None
+    reason: str | None = None
+    micro_batch: int | None = None
+    days_per_1e21_flop: float | None = None
+
+
+def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> list[ShapeDays]:
+    """Return the days of each model for the tokens, fastest first; those that do not fit come
+    last."""
     rows = []
     # Copies of shards and virtual stages move all shapes alike: left out to be quick.
     fixed = {"replicate": 1, "virtual_stages": 1} | query.fixed
@@ -107,27 +131,32 @@ def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> lis
     for place, model in enumerate(models):
         query.on_event(Event(f"{model.name} ({place + 1} of {len(models)})", "progress"))
         rows.append(_row(rank_layouts(replace(query, model=model)), tokens))
-    return sorted(rows, key=lambda row: (row["days"] is None, row["days"] or 0.0))
+    return sorted(rows, key=lambda row: (row.days is None, row.days or 0.0))
 
 
-def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
+def _row(ranking: Ranking, tokens: float) -> ShapeDays:
     query = ranking.query
     model = query.model
-    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn")
-    row: dict[str, Any] = {name: getattr(model, name) for name in sizes}
-    row |= {"params": model_params(model, query.batch.seq_len)}
-    row |= dict.fromkeys(("days", "gpu_hours", "layout", "step_s"))
+    row = ShapeDays(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        params=model_params(model, query.batch.seq_len),
+    )
     if not len(ranking):
         refused = ranking.grid.refused
         rule = max(refused, key=lambda name: refused[name], default="")
-        return row | {"reason": "does not fit" if ranking.grid.legal else f"illegal: {rule}"}
+        return replace(row, reason="does not fit" if ranking.grid.legal else f"illegal: {rule}")
     step_s = float(ranking.step_s[0])
     total_s = step_s * tokens / query.batch.tokens
-    return row | {
-        "days": total_s / 86400.0,
-        "gpu_hours": total_s * query.gpus / 3600.0,
-        "layout": str(ranking.layout(0)),
-        "micro_batch": int(ranking.points["micro_batch"][0]),
-        "step_s": step_s,
-        "days_per_1e21_flop": total_s / 86400.0 / (6.0 * row["params"] * tokens / 1e21),
-    }
+    return replace(
+        row,
+        days=total_s / 86400.0,
+        gpu_hours=total_s * query.gpus / 3600.0,
+        layout=str(ranking.layout(0)),
+        micro_batch=int(ranking.points["micro_batch"][0]),
+        step_s=step_s,
+        days_per_1e21_flop=total_s / 86400.0 / (6.0 * row.params * tokens / 1e21),
+    )

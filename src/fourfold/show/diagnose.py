@@ -9,7 +9,7 @@ from fourfold.spec.layout import AXES
 from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.traces.cause import Cause
 from fourfold.traces.what_if import WhatIf
-from fourfold.units import counted
+from fourfold.units import counted, millis
 from fourfold.verbs.best_engine import BestEngine
 from fourfold.verbs.diagnosis import LEAST_SHOWN_S, Diagnosis, PartRow
 
@@ -43,11 +43,6 @@ def page(answer: Diagnosis, *, settings: bool = False) -> Iterator[Part]:
     if settings:
         yield ""
         yield _settings(answer)
-
-
-def _ms(seconds: float) -> str:
-    ms = 1e3 * seconds
-    return f"{ms:.0f}" if abs(ms) >= 1000 else f"{ms:.1f}"
 
 
 def _head(answer: Diagnosis) -> Iterator[str]:
@@ -86,10 +81,10 @@ def _axes(value: dict[str, object]) -> list[str]:
 def _causes(answer: Diagnosis) -> Iterator[Part]:
     each = "rank" if answer.found.linked.on_host else "GPU"
     speed = f", {answer.tokens_s:,.0f} tokens/s/{each}" if answer.tokens_s else ""
-    line = f"step {_ms(answer.step_s)} ms measured{speed}"
+    line = f"step {millis(answer.step_s)} ms measured{speed}"
     step = answer.expected_step
     if step is not None:
-        line += f"; {_ms(step.mid)} ms expected ({_ms(step.low)} to {_ms(step.high)})"
+        line += f"; {millis(step.mid)} ms expected ({millis(step.low)} to {millis(step.high)})"
     yield line
     if answer.best is not None:
         yield from wrap(best_line(answer.best), _WIDE)
@@ -105,11 +100,11 @@ def _causes(answer: Diagnosis) -> Iterator[Part]:
 def best_line(best: BestEngine) -> str:
     """What the best engine needs, and where this one takes longer."""
     gains = "; ".join(
-        f"{row.name} {_ms(row.best_s)} ms (here {_ms(row.seconds)})" for row in best.parts
+        f"{row.name} {millis(row.best_s)} ms (here {millis(row.seconds)})" for row in best.parts
     )
     if best.step is None:
         return f"with {best.name} (by bytes): {gains}"
-    step = f"{_ms(best.step.mid)} ms ({_ms(best.step.low)} to {_ms(best.step.high)})"
+    step = f"{millis(best.step.mid)} ms ({millis(best.step.low)} to {millis(best.step.high)})"
     line = f"best engine measured on this GPU: {best.name}, {step} predicted"
     return f"{line}; {gains}" if gains else line
 
@@ -117,7 +112,7 @@ def best_line(best: BestEngine) -> str:
 def _cause(number: int, cause: Cause, step_s: float) -> Iterator[str]:
     share = 100.0 * cause.seconds / step_s
     sure = "" if cause.sure == "measured" else " (likely)"
-    yield f"{number}. {cause.name}{sure}: {_ms(cause.seconds)} ms, {share:.0f}% of the step"
+    yield f"{number}. {cause.name}{sure}: {millis(cause.seconds)} ms, {share:.0f}% of the step"
     yield from wrap(cause.evidence, _WIDE, initial_indent="   ", subsequent_indent="   ")
     remedy = f"remedy: {cause.remedy}"
     yield from wrap(remedy, _WIDE, initial_indent="   ", subsequent_indent="   ")
@@ -127,17 +122,16 @@ def part_cells(answer: Diagnosis) -> Grid:
     rows = [row for row in answer.rows_of if row.seconds > 0.0005 * answer.step_s]
     return table(
         rows,
-        *named("part=name"),
-        ("ms", lambda row: _ms(row.seconds)),
-        ("%", lambda row: f"{100 * row.share:.1f}"),
-        ("expected", lambda row: _ms(row.expected.mid) if row.expected else "-"),
+        *named("part=name", "ms=seconds:millis", "%=share:pct.1f", "expected=expected_s:millis"),
         ("80% interval", _interval),
         ("outside", _outside),
     )
 
 
 def _interval(row: PartRow) -> str:
-    return f"{_ms(row.expected.low)} to {_ms(row.expected.high)}" if row.expected else "-"
+    if row.expected_low_s is None or row.expected_high_s is None:
+        return "-"
+    return f"{millis(row.expected_low_s)} to {millis(row.expected_high_s)}"
 
 
 def _outside(row: PartRow) -> str:
@@ -158,7 +152,8 @@ def _foot(answer: Diagnosis) -> Iterator[str]:
 
 
 def _what_if(one: WhatIf) -> str:
-    text = f"{one.words}: {_ms(one.step.mid)} ms ({_ms(one.step.low)} to {_ms(one.step.high)})"
+    interval = f"{millis(one.step.low)} to {millis(one.step.high)}"
+    text = f"{one.words}: {millis(one.step.mid)} ms ({interval})"
     gain = 100.0 * (one.speedup - 1.0) if one.speedup else 0.0
     speed = f", {one.tokens[1] / one.step.mid:,.0f} tokens/s/GPU" if one.tokens[1] else ""
     return f"what if {text}{speed}, {gain:+.1f}% speed"
@@ -167,11 +162,8 @@ def _what_if(one: WhatIf) -> str:
 def _ranks(answer: Diagnosis) -> Grid:
     return table(
         answer.ranks,
-        *named("rank"),
-        ("step ms", lambda row: _ms(row.step_s)),
-        ("computes", lambda row: _ms(row.busy_s)),
-        ("exposed communication", lambda row: _ms(row.exposed_s)),
-        ("waits", lambda row: _ms(row.waiting_s)),
+        *named("rank", "step ms=step_s:millis", "computes=busy_s:millis"),
+        *named("exposed communication=exposed_s:millis", "waits=waiting_s:millis"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.result.profile import HardwareProfile, hosts_of, link_of
 from fourfold.spec import catalog
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
-from fourfold.text_table import Grid, Part, named, or_dash, table
+from fourfold.text_table import Grid, Part, named, table
 from fourfold.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -26,25 +26,19 @@ def clusters_page(clusters: Sequence[Cluster], devices: Sequence[Device]) -> lis
     listed = table(
         clusters,
         *named("cluster=name", "GPU=device.id", "GPUs=gpus:,", "per host=host_gpus"),
-        ("NVLink domain", lambda one: str(one.links[0].ranks)),
-        ("NVLink GB/s", lambda one: _rate(one.links[0].bytes_per_s)),
-        ("network GB/s/GPU", lambda one: _rate(one.links[-1].bytes_per_s)),
+        *named("NVLink domain=links.0.ranks", "NVLink GB/s=links.0.bytes_per_s:GB,.6g"),
+        *named("network GB/s/GPU=links.-1.bytes_per_s:GB,.6g"),
     )
     return [listed, "", *gpus_page(devices)]
 
 
 def gpus_page(devices: Sequence[Device]) -> list[Part]:
-    peaks = [
-        (f"{name} TFLOP/s", lambda one, name=name: _teraflops(one, name))
-        for name in ("bf16", "fp8", "fp4")
-    ]
     listed = table(
         devices,
         *named("GPU=id"),
-        *peaks,
-        ("memory GiB", lambda one: f"{one.memory_bytes / 2**30:.1f}"),
-        ("memory GB/s", lambda one: f"{one.memory_bytes_per_s / 1e9:,.0f}"),
-        ("NVLink GB/s", lambda one: _rate(one.peer_bytes_per_s) if one.links else "-"),
+        *named(*(f"{n} TFLOP/s=peak_flops_per_s.{n}:T,.7g" for n in ("bf16", "fp8", "fp4"))),
+        *named("memory GiB=memory_bytes:GiB.1f", "memory GB/s=memory_bytes_per_s:GB,.0f"),
+        ("NVLink GB/s", lambda device: _rate(device.peer_bytes_per_s) if device.links else "-"),
         *named("SMs=sms", "W=power_w:.0f"),
     )
     note = "peaks are dense; links are one way; GB = 1e9 bytes, GiB = 2^30 bytes"
@@ -54,9 +48,8 @@ def gpus_page(devices: Sequence[Device]) -> list[Part]:
 def cluster_page(cluster: Cluster) -> list[Part]:
     levels = table(
         cluster.links,
-        *named("level=name", "GPUs=ranks:,"),
-        ("GB/s/GPU one way", lambda link: _rate(link.bytes_per_s)),
-        ("latency us", lambda link: f"{link.latency_s * 1e6:.4g}"),
+        *named("level=name", "GPUs=ranks:,", "GB/s/GPU one way=bytes_per_s:GB,.6g"),
+        *named("latency us=latency_s:us.4g"),
     )
     price = cluster.price_per_gpu_hour
     about = (
@@ -67,21 +60,17 @@ def cluster_page(cluster: Cluster) -> list[Part]:
     return [levels, "", about, *([cluster.source] if cluster.source else [])]
 
 
+_GPU = (
+    *named(*(f"{name} TFLOP/s, dense=peak_flops_per_s.{name}:T,.7g" for name in PEAK_NAMES)),
+    *named("memory GiB=memory_bytes:GiB.2f", "memory GB/s=memory_bytes_per_s:GB,.0f", "links"),
+    ("link GB/s, one way", lambda device: _rate(device.link_bytes_per_s or 0.0)),
+    *named("SMs=sms", "W=power_w:g"),
+)
+
+
 def gpu_page(device: Device) -> list[Part]:
-    rows = [[f"{name} TFLOP/s, dense", _teraflops(device, name)] for name in PEAK_NAMES]
-    rows += [
-        ["memory GiB", f"{device.memory_bytes / 2**30:.2f}"],
-        ["memory GB/s", f"{device.memory_bytes_per_s / 1e9:,.0f}"],
-        ["links", str(device.links)],
-        ["link GB/s, one way", _rate(device.link_bytes_per_s or 0.0)],
-        ["SMs", str(device.sms)],
-        ["W", f"{device.power_w:g}"],
-    ]
+    rows = [[heading, cell(device)] for heading, cell in _GPU]
     return [Grid([device.id, "value"], rows), "", f"{device.name}; {device.source}"]
-
-
-def _teraflops(device: Device, name: str) -> str:
-    return or_dash(getattr(device.peak_flops_per_s, name), lambda value: f"{value / 1e12:,.7g}")
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -182,7 +171,7 @@ def verdicts_page(answer: Conformance) -> list[Part]:
         list(answer.verdicts),
         ("engine", lambda one: f"{one.engine} {one.version}".strip()),
         *named("layout=cell", "verdict", "gradients=difference:.1e", "norm:.1e", "parameters:.1e"),
-        ("stand-ins", lambda one: ", ".join(one.standins)),
+        *named("stand-ins=standins"),
     )
     lines: list[Part] = [line for one in answer.verdicts for line in said_of(one)]
     return [shown, "", *lines, _counted(answer)]

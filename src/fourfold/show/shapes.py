@@ -12,19 +12,13 @@ from fourfold.text_table import Grid, Part, named, or_dash, table
 from fourfold.units import show_count
 
 if TYPE_CHECKING:
+    from fourfold.search.advise import BetterSize, SizeAdvice
     from fourfold.verbs.advise import Advice
     from fourfold.verbs.shapes import Flops, Model, Models
 
 _NEIGHBOURS = 9
 # What tables of sizes show beside a value.
-_BESIDE = {
-    "heads": "",
-    "head_size": "",
-    "attention_loss": ".2f",
-    "expert_ffn": "",
-    "top_k": "",
-    "rows": ",d",
-}
+_BESIDE = ("heads", "head_size", "attention_loss:.2f", "expert_ffn", "top_k", "rows:,d")
 _SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 
 
@@ -171,7 +165,7 @@ def advice_page(advice: Advice) -> list[Part]:
             f"of {advice.seq_len}, {advice.precision}: shapes that tp {advice.tp} divides, each at "
             f"its best layout; days are of steps alone; {advice.calibration}"
         )
-        return [heading, "", _shapes(advice.shapes)]
+        return [heading, "", table(advice.shapes, *_SHAPE_DAYS)]
     kernel = "flash attention" if advice.attention.startswith("flash") else advice.attention
     parts: list[Part] = [
         f"one layer on one {advice.gpu} at tp {advice.tp}, micro batch {advice.micro_batches} x "
@@ -182,72 +176,60 @@ def advice_page(advice: Advice) -> list[Part]:
     return parts
 
 
-def _size(name: str, one: dict[str, Any]) -> list[Part]:
+def _size(name: str, advice: SizeAdvice) -> list[Part]:
     label = name.replace("_", " ")
     where = " in the output layer" if name == "vocab" else ""
-    where = " in experts" if "rows" in one["table"][0] else where
-    better = one["better"]
+    where = " in experts" if advice.table[0].rows is not None else where
+    better = advice.better
     ending = "no nearby value is 2% faster"
     if better:
-        change = better["value"] - one["asked"]
         ending = (
-            f"loses {one['loses_pct']:.0f}% to the best nearby; {better['value']} ({change:+d}) is "
-            f"{better['gain']:.2f}x as fast per FLOP"
+            f"loses {advice.loses_pct:.0f}% to the best nearby; {better.value} "
+            f"({better.value - advice.asked:+d}) is {better.gain:.2f}x as fast per FLOP"
         )
-    verdict = f", {one['verdict']}" if "verdict" in one else ""
+    verdict = f", {advice.verdict}" if advice.verdict else ""
     extra = ""
-    if "head_size" in one:
-        loss = f"attention core {one['attention_loss']:.2f}x the best"
-        extra = f" (head size {one['head_size']}, {loss})"
+    if advice.head_size is not None:
+        loss = f"attention core {advice.attention_loss:.2f}x the best"
+        extra = f" (head size {advice.head_size}, {loss})"
+    speed = f"{advice.tflops_gpu:.0f} TFLOP/s{where}"
     lines = [
-        f"{label} {one['asked']}{extra}{verdict}: {one['tflops_gpu']:.0f} TFLOP/s{where}; {ending}",
-        *(f"  {note}" for note in one["notes"]),
+        f"{label} {advice.asked}{extra}{verdict}: {speed}; {ending}",
+        *(f"  {note}" for note in advice.notes),
     ]
     parts: list[Part] = ["\n".join(lines)]
     if better:
-        parts.append(_neighbours(label, one))
-        parts += ["", _gemms(one["gemms"])] if "gemms" in one else []
+        parts.append(_neighbours(label, advice, better))
+        parts += ["", table(advice.gemms, *_PRODUCT)] if advice.gemms else []
     return parts
 
 
-def _gemms(gemms: list[dict[str, Any]]) -> Grid:
-    return table(
-        gemms,
-        *named("product=name", "tokens", "in=into:g", "out:g"),
-        *named(
-            "alignment loses %=alignment_loss_pct:.0f", "tiles and waves lose %=wave_loss_pct:.0f"
-        ),
-    )
-
-
-def _neighbours(label: str, one: dict[str, Any]) -> Grid:
-    rows = one["table"]
-    wanted = {one["asked"], one["better"]["value"]}
-    by_distance = sorted(rows, key=lambda row: abs(row["value"] - one["asked"]))
-    near = [row for row in by_distance if row["value"] in wanted]
+def _neighbours(label: str, advice: SizeAdvice, better: BetterSize) -> Grid:
+    wanted = {advice.asked, better.value}
+    by_distance = sorted(advice.table, key=lambda row: abs(row.value - advice.asked))
+    near = [row for row in by_distance if row.value in wanted]
     near += [row for row in by_distance if row not in near][: _NEIGHBOURS - len(near)]
-    extra = [
-        (name.replace("_", " "), lambda row, name=name, form=form: format(row[name], form))
-        for name, form in _BESIDE.items()
-        if name in rows[0]
-    ]
+    first = advice.table[0]
+    beside = (text for text in _BESIDE if getattr(first, text.partition(":")[0]) is not None)
     return table(
-        sorted(near, key=lambda row: row["value"]),
+        sorted(near, key=lambda row: row.value),
         *named(f"{label}=value"),
-        *extra,
+        *((heading.replace("_", " "), cell) for heading, cell in named(*beside)),
         *named("TFLOP/s=tflops_gpu:.1f", "against asked=against_asked:.3f"),
     )
 
 
-def _shapes(rows: list[dict[str, Any]]) -> Grid:
-    return table(
-        rows,
-        *named("layers", "hidden", "heads", "ffn"),
-        ("params B", lambda row: f"{row['params'] / 1e9:.1f}"),
-        ("layout", lambda row: row["reason"] if row["days"] is None else row["layout"]),
-        ("micro", lambda row: or_dash(row["days"] and row["micro_batch"], "")),
-        ("s/step", lambda row: or_dash(row["days"] and row["step_s"], ".1f")),
-        *named("days:.1f"),
-        ("GPU-hours", lambda row: or_dash(row["days"] and row["gpu_hours"], ",.0f")),
-        *named("days per 1e21 FLOP=days_per_1e21_flop:.3f"),
-    )
+_PRODUCT = named(
+    "product=name",
+    "tokens",
+    "in=into:g",
+    "out:g",
+    "alignment loses %=alignment_loss_pct:.0f",
+    "tiles and waves lose %=wave_loss_pct:.0f",
+)
+_SHAPE_DAYS = [
+    *named("layers", "hidden", "heads", "ffn", "params B=params:B.1f"),
+    ("layout", lambda row: row.reason if row.days is None else row.layout),
+    *named("micro=micro_batch:d", "s/step=step_s:.1f", "days:.1f", "GPU-hours=gpu_hours:,.0f"),
+    *named("days per 1e21 FLOP=days_per_1e21_flop:.3f"),
+]

@@ -6,15 +6,15 @@ What `advise` is asked; the command line's flags are made from its fields.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.search import advise as sizes
-from fourfold.search.advise import LayerShape, auto_heads, key_heads
+from fourfold.search.advise import LayerShape, SizeAdvice, auto_heads, key_heads
 from fourfold.search.advise_experts import expert_advice
-from fourfold.search.compare import compare, shapes_near
+from fourfold.search.compare import ShapeDays, compare, shapes_near
 from fourfold.search.query import usual_cluster
 from fourfold.search.resolve import resolve
 from fourfold.spec import Cluster, Device, Layout, ModelShape, catalog, check, codec, words
@@ -92,25 +92,21 @@ class Advice(Answer):
     precision: str
     attention: str
     calibration: str
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shapes: list[dict[str, Any]] | None = None
+    shapes: tuple[ShapeDays, ...] | None = None
+    sizes: Annotated[dict[str, SizeAdvice], codec.INLINE] = field(default_factory=dict)
 
     @property
     def none_fits(self) -> bool:
-        return self.shapes is not None and all(row["days"] is None for row in self.shapes)
-
-    def plain(self) -> dict[str, Any]:
-        plain = codec.encode(self)
-        return plain | plain.pop("sizes")
+        return self.shapes is not None and all(row.days is None for row in self.shapes)
 
     def rows(self) -> list[dict[str, Any]]:
         """The shapes; else every value that was tried, with the size it is a value of."""
         if self.shapes is not None:
-            return self.shapes
+            return codec.encode(self.shapes)
         return [
-            {"size": name, "asked": one["asked"], **row}
-            for name, one in self.sizes.items()
-            for row in one["table"]
+            {"size": name, "asked": advice.asked, **codec.encode(row)}
+            for name, advice in self.sizes.items()
+            for row in advice.table
         ]
 
 
@@ -172,7 +168,7 @@ def _sizes(request: AdviseRequest) -> Advice:
         advice["ffn"] = sizes.ffn_advice(shape, kernels)
         if base is not None and request.ffn is None and shape.hidden != base.hidden:
             rule = f"not given: {_mlp_ratio(base):.3g} times the hidden size, as in {base.name}"
-            advice["ffn"]["notes"].insert(0, rule)
+            advice["ffn"] = replace(advice["ffn"], notes=(rule, *advice["ffn"].notes))
     if every or request.vocab is not None:
         advice["vocab"] = sizes.vocab_advice(shape, kernels)
     advice["micro_batch"] = sizes.micro_advice(shape, kernels)
@@ -190,15 +186,16 @@ def _sizes(request: AdviseRequest) -> Advice:
     )
 
 
-def _heads(request: AdviseRequest, shape: LayerShape, kernels: sizes.Kernels) -> dict[str, Any]:
+def _heads(request: AdviseRequest, shape: LayerShape, kernels: sizes.Kernels) -> SizeAdvice:
     advice = sizes.heads_advice(shape, kernels)
+    notes = advice.notes
     if request.heads is None and _own_heads(request, shape.hidden) is None:
         rule = f"not given: {shape.heads} of size {shape.head_size} divide hidden {shape.hidden}"
-        advice["notes"].insert(0, rule)
+        notes = (rule, *notes)
     if request.model and catalog.model(request.model).latent:
-        said = "latent attention is judged as a plain one of as many heads, each with its own keys"
-        advice["notes"].append(said)
-    return advice
+        rule = "latent attention is judged as a plain one of as many heads, each with its own keys"
+        notes = (*notes, rule)
+    return replace(advice, notes=notes)
 
 
 def _coefficients(
@@ -325,5 +322,5 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
         attention=query.policy.attention,
         calibration=query.resolved.no_rows
         or counted(query.resolved.entry.rows_time, "measured row"),
-        shapes=compare(query, models, tokens=tokens),
+        shapes=tuple(compare(query, models, tokens=tokens)),
     )

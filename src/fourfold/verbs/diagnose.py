@@ -42,7 +42,7 @@ from fourfold.traces.examined import (
 )
 from fourfold.traces.expect import Expected, Pricing, expect
 from fourfold.traces.settings import Setting
-from fourfold.traces.what_if import fix_all, what_if
+from fourfold.traces.what_if import Price, fix_all, what_if
 from fourfold.verbs.best_engine import find_best_engine
 from fourfold.verbs.collect import read_files
 from fourfold.verbs.diagnosis import LEAST_SHOWN_S, Diagnosis, PartRow, RankRow, keep
@@ -129,7 +129,7 @@ def _without_recompute(found: Examined, request: DiagnoseRequest) -> tuple[float
     return float(room.worst_bytes[0]), float(cluster.device.memory_bytes)
 
 
-def price_of(pricing: Pricing, request: DiagnoseRequest) -> Any:
+def price_of(pricing: Pricing, request: DiagnoseRequest) -> Price:
     def price(spec: RunSpec) -> dict[str, float]:
         require_legal(spec, only=("stages", "heads"))  # what no engine could cut has no seconds
         cluster = known_cluster(request.cluster, spec.gpus) if request.cluster else None
@@ -302,7 +302,7 @@ def _rows(found: Examined, expected: Expected | None) -> tuple[PartRow, ...]:
         *(name for name in (expected.parts if expected else ()) if name not in seconds),
     ]
     rows = [
-        PartRow(
+        PartRow.of_part(
             name,
             seconds.get(name, 0.0),
             seconds.get(name, 0.0) / step_s,

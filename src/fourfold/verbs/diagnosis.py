@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from fourfold.errors import UserError
 from fourfold.result.files.store import Store
@@ -70,22 +70,31 @@ def keep(diagnosis: Diagnosis, root: str) -> str:
 LEAST_SHOWN_S = 5e-5
 
 
+Figure = Annotated[float | None, codec.NULL]  # None: nothing is expected of it
+
+
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """`expected` None: nothing is known of it."""
+    """Seconds of one component of a step, its share, and the seconds that are expected.
+    `outside_s`: beyond the interval, above it or (negative) below; a wait is not expected."""
 
-    name: str
+    name: Annotated[str, codec.JsonForm(key="part")]
     seconds: float
     share: float
-    expected: Interval | None
+    expected_s: Figure
+    expected_low_s: Figure
+    expected_high_s: Figure
+    outside_s: float
 
-    @property
-    def outside_s(self) -> float:
-        """Beyond the interval: above it, or (negative) below. Nobody expects waits."""
-        if self.expected is None:
-            return self.seconds if self.name in parts.WAITS else 0.0
-        above, below = self.seconds - self.expected.high, self.seconds - self.expected.low
-        return above if above > 0 else min(0.0, below)
+    @classmethod
+    def of_part(cls, name: str, seconds: float, share: float, expected: Interval | None) -> PartRow:
+        if expected is None:
+            outside_s = seconds if name in parts.WAITS else 0.0
+            return cls(name, seconds, share, None, None, None, outside_s)
+        above, below = seconds - expected.high, seconds - expected.low
+        outside_s = above if above > 0 else min(0.0, below)
+        interval = expected.mid, expected.low, expected.high
+        return cls(name, seconds, share, *interval, outside_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +207,7 @@ class Diagnosis(Answer):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "part": row.name,
-                "seconds": row.seconds,
-                "share": row.share,
-                "expected_s": row.expected.mid if row.expected else None,
-                "expected_low_s": row.expected.low if row.expected else None,
-                "expected_high_s": row.expected.high if row.expected else None,
-                "outside_s": row.outside_s,
-            }
-            for row in self.rows_of
-        ]
+        return codec.encode(self.rows_of)
 
 
 def _what_if_plain(one: WhatIf) -> dict[str, Any]:

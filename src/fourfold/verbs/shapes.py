@@ -4,7 +4,7 @@ worth by every FLOP convention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
@@ -136,7 +136,7 @@ class Models(Answer):
 
 def models(seq_len: int = DEFAULT_SEQ_LEN) -> Models:
     names = catalog.model_names()
-    return Models(tuple(Model(**_described(catalog.model(name), seq_len)) for name in names))
+    return Models(tuple(_described(catalog.model(name), seq_len) for name in names))
 
 
 def model(run: AnyRun | str, *, rank: int | None = None) -> Model:
@@ -145,34 +145,29 @@ def model(run: AnyRun | str, *, rank: int | None = None) -> Model:
     spec = run_of({"model": run} if isinstance(run, str) else run)
     described = _described(spec.model, spec.batch.seq_len)
     if spec.gpus == 1 and rank is None:
-        return Model(**described)
+        return described
     shares = _shares(spec, rank)
     layout, sharding = str(spec.layout), spec.policy.sharding
-    return Model(**described, layout=layout, sharding=sharding, stages=shares)
+    return replace(described, layout=layout, sharding=sharding, stages=shares)
 
 
-def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
+def _described(shape: ModelShape, seq_len: int) -> Model:
     notes = [f"plan approximates: {words}" for words in remarks(shape, seq_len)]
     lacking = not_run(shape, seq_len)
     if lacking:
         notes.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
-    experts = {}
-    if shape.moe:
-        active = active_params(shape, seq_len)
-        experts = {
-            "active_params": active.all,
-            "active_params_no_embedding": active.without_both,
-            "mtp_params": mtp_params(shape) or None,
-        }
-    return {
-        "name": shape.name,
-        "params": model_params(shape, seq_len),
-        "layer_params": layer_params(shape).all,
-        **experts,
-        "seq_len": seq_len,
-        "shape": shape,
-        "remarks": tuple(notes),
-    }
+    active = active_params(shape, seq_len) if shape.moe else None
+    return Model(
+        name=shape.name,
+        params=model_params(shape, seq_len),
+        layer_params=layer_params(shape).all,
+        active_params=active.all if active else None,
+        active_params_no_embedding=active.without_both if active else None,
+        mtp_params=mtp_params(shape) or None if active else None,
+        seq_len=seq_len,
+        shape=shape,
+        remarks=tuple(notes),
+    )
 
 
 # Rules of what divides a model over ranks, whichever engine may run it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError, install
@@ -16,7 +15,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import STATE_FILE, Checkpoint
 from fourfold.result.files.stored import NotWholeError
 from fourfold.result.job import Job, answer_file
-from fourfold.spec import check, texts
+from fourfold.spec import check, codec, texts
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.verbs import Answer
@@ -41,6 +40,15 @@ class ExportedWeights(Answer):
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """The files that the job wrote, by their names in the folder."""
+
+    files: tuple[str, ...]
+    size_bytes: int
+    dtype: str
+
+
 def export_weights(request: WeightsRequest, *, on_event: OnEvent = ignore) -> ExportedWeights:
     found, out = _checkpoint(Path(request.checkpoint), on_event), Path(request.out)
     is_hf = request.folder_format == "hf"
@@ -49,15 +57,16 @@ def export_weights(request: WeightsRequest, *, on_event: OnEvent = ignore) -> Ex
     if is_hf:
         must_have_safetensors("weights export")
     written = _exported(found, request, on_event)
-    if is_hf and (name := _copy_tokenizer(found, out, on_event)):
-        written["files"].append(name)
+    copied = _copy_tokenizer(found, out, on_event) if is_hf else ""
     return ExportedWeights(
         out=str(out),
         model_type=kind,
         model=found.state.spec.model.name,
         checkpoint=str(found.folder),
         step=found.step,
-        **written,
+        files=[*written.files, *filter(None, [copied])],
+        size_bytes=written.size_bytes,
+        dtype=written.dtype,
     )
 
 
@@ -105,7 +114,7 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
         raise UserError(rule, field="out", value=str(out), hint="choose another folder")
 
 
-def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> dict[str, Any]:
+def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> WrittenWeights:
     options = {
         "checkpoint": str(found.folder.absolute()),
         "out": str(Path(request.out).absolute()),
@@ -131,8 +140,7 @@ def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> 
             # Explained: where it was noticed is no help.
             raise JobError(lines.partition("\nTraceback")[0]) from None
         answer = texts.parse_json(files.read_text(answer_file(folder, 0)))
-    assert isinstance(answer, dict)
-    return answer
+    return codec.decode(WrittenWeights, answer)
 
 
 def _end_token(found: Checkpoint, on_event: OnEvent) -> str:
