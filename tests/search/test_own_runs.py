@@ -151,3 +151,11 @@ def test_measured_row_is_compared_by_what_was_measured(plan: PlanAnswer, tmp_pat
         if any("measured" in cell for cell in line)
     ]  # fmt: skip
     assert f"+50.0% measured {short_s(1.5 * plan.best.step_s)}" in cells
+
+
+def test_further_ways_to_run_a_layout_stand_by_their_seconds() -> None:
+    """Fewer layouts fit than the table has rows."""
+    rows = fourfold.plan(replace(REQUEST, top=10)).ranked
+    slower = [row for row in rows if row.fit_chance >= 0.9 and row.exported and not row.tied]
+    assert len({str(row.layout) for row in slower}) < len(slower)
+    assert [row.step_s for row in slower] == sorted(row.step_s for row in slower)

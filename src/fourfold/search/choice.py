@@ -96,6 +96,9 @@ def order(
         main = np.insert(main, len(_one_of_each(tied, layouts)), fastest)
     if len(main) < room:
         main = np.concatenate([main, eligible[~np.isin(eligible, main)]])[:room]
+        is_tied = np.isin(main, tied)
+        others = main[~is_tied]  # more ways to run a layout stand where their seconds put them
+        main = np.concatenate([main[is_tied], others[np.argsort(step_s[others], kind="stable")]])
     was_run = ~np.isnan(points["measured_s"])
     unlisted = eligible[was_run[eligible] & ~np.isin(eligible, main[:room])]
     if len(unlisted):  # runs of the user's own are listed too, each where its seconds put it
