@@ -54,7 +54,7 @@ def test_weights_of_a_stage_are_those_of_its_layers(name: str, pp: int) -> None:
     loads = stage_loads(c, defaults())
     for wanted, (params, _, _) in zip((first, middle, last), loads, strict=True):
         if wanted is not None:
-            assert [count[0] for count in params] == pytest.approx(wanted, rel=1e-12)
+            assert [count[0] for count in params[:-1]] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_dense_layers_are_on_the_first_stage_alone() -> None:

@@ -15,7 +15,7 @@ from fourfold.options import option
 from fourfold.output import Output, submitted, table_csv
 from fourfold.show.machines import engines_page, verdicts_page
 from fourfold.show.runs import verified_page
-from fourfold.spec import texts
+from fourfold.spec import codec, texts
 from fourfold.verbs.conformance import EnginesRequest, joined, read_matrix
 from fourfold.verbs.run_requests import VerifyRequest
 
@@ -47,12 +47,12 @@ def verify(args: Arguments, show: OnEvent) -> Output:
     parameters after three clipped AdamW steps. With --engine another engine is checked, by its own
     parallel code, and a difference gets a name; 'fourfold engines' installs releases.
     """
-    policy = {}
+    policy: dict[str, object] = {}
     for path, text in options.assignments(args):
         name = path.removeprefix("policy.")
-        if not text or "." in name:
+        if not text or not name.replace("muon.", "", 1).isidentifier():
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=f"{path}={text}")
-        policy[name] = texts.toml_value(text)
+        codec.put(policy, name, texts.toml_value(text))
     request = options.load(VerifyRequest, args, policy=policy)
     if request.engine is not None:
         verdicts = fourfold.conform(request, on_event=show)

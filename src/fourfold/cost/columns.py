@@ -19,7 +19,8 @@ Sequences = tuple[tuple[LayerRun, ...], ...]
 Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
 BY_COST = 2.0  # `balanced` of our engine
 # Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
-OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
+# Muon's: its passes as the engine makes them, each of fp32 values or of 16 bits; not measured.
+OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0), "muon": (1.0, 100.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,13 @@ class Columns:
     param_bytes: Annotated[Floats, 4]  # bytes of one weight as the optimizer updates it
     moment_bytes: Annotated[Floats, 8]  # all moments of one weight
     update_traffic: Annotated[Floats, OPTIMIZERS["adamw"][1]]  # bytes of updating one weight
+    end_moment_bytes: Annotated[Floats, 0]  # ... of a weight of embedding or head beyond those
+    muon_steps: Annotated[
+        Floats, 0
+    ]  # of the iteration that an update's matrices go through; 0: none
+    muon_bytes: Annotated[Floats, 2]  # bytes of an element of it
+    muon_peak: Annotated[Floats, 1]  # FLOP/s of its products by the data sheet, against `peak`
+    muon_blocks: Annotated[Floats, 0]  # 1: tensor ranks iterate on blocks cut along the longer side
     rope: Annotated[Floats, 1]  # 1: queries and keys are turned (in fp32)
     positions: Annotated[Floats, 0]  # rows of a learned table; -1: one a token, 0: none
     alibi: Annotated[Floats, 0]  # 1: attention adds a bias to every score

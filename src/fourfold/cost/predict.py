@@ -262,22 +262,21 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
     rates, micros = rates_of(c, coef), of_one(c.share / c.micro)
     stages, layers = of_one(c.pp), of_one(c.layers)
     reductions, updates = once_ops(c)
-    once = [*(op for both in reductions for op in both), *updates]
     lists: list[tuple[str, Iterable[Op], float]] = [
         ("head", embedding(c, c.micro), micros / stages),
         ("", decoder_layer(c, c.micro), micros * layers / stages),
         ("head", head(c, c.micro), micros / stages),
         ("pp_comm", handover(c, c.micro), micros),
-        ("", once, 1.0),
+        ("dp_comm", [op for both in reductions for op in both], 1.0),
+        ("optimizer", updates, 1.0),
     ]
     rows = []
     for part, ops, count in lists:
         for op in ops:
             axis = op.axis.partition(" ")[0]
-            own = part or {"dp": "dp_comm", "": "optimizer"}.get(axis if op in once else "-", "")
             seconds = of_one(_dp_s(c, op) if axis == "dp" else rates.seconds(op))
             again = of_one(op.again) if op.phase == "forward" else 0.0
-            row = _row(c, op, own or part_of(op), count, seconds)
+            row = _row(c, op, part or part_of(op), count, seconds)
             rows.append(row if part else replace(row, keeps=of_one(kept_bytes(c, [op], coef))))
             if again:
                 more = {"phase": "recompute", "part": part or "recompute", "times": again * count}

@@ -181,6 +181,7 @@ def format_facts(policy: Policy, engine: Engine, generation: str) -> dict[str, f
     master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0
     count, update_traffic = OPTIMIZERS[policy.optimizer]
     moments = count * DTYPE_BYTES[dtypes.optimizer]
+    rest = OPTIMIZERS["adamw"][0] * DTYPE_BYTES[dtypes.optimizer]
     return {
         "precision": DTYPES.index(precision),
         **scaling_facts(policy.scaling_kind, generation),
@@ -192,7 +193,22 @@ def format_facts(policy: Policy, engine: Engine, generation: str) -> dict[str, f
         "gather_bytes": usual.fp8_gather_bytes if precision in AROUND else around,
         "param_bytes": DTYPE_BYTES[dtypes.param],
         "moment_bytes": moments,
+        "end_moment_bytes": rest - moments,
         "update_traffic": update_traffic,
+    }
+
+
+def muon_facts(policy: Policy, device: Device) -> dict[str, float]:
+    """Muon's iterations; nothing of other optimizers."""
+    if policy.optimizer != "muon":
+        return {}
+    muon, peaks = policy.muon, device.peak_flops_per_s
+    usual = device_facts(device, policy.dtypes.compute)["peak"]
+    return {
+        "muon_steps": float(muon.steps),
+        "muon_bytes": DTYPE_BYTES[muon.dtype],
+        "muon_peak": (getattr(peaks, muon.dtype) or usual) / usual,
+        "muon_blocks": float(muon.placement == "blocks"),
     }
 
 
@@ -211,6 +227,7 @@ def run_facts(
         **machine_facts(cluster, spec.policy.dtypes.compute),
         **policy_facts(spec.policy, engine, cluster.device),
         **format_facts(spec.policy, engine, generation_of(cluster.device)),
+        **muon_facts(spec.policy, cluster.device),
         "seq": run.get("seq_len", spec.batch.seq_len),
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),

@@ -150,7 +150,7 @@ def _halves(table: PointTable, coef: Coefficients) -> _Halves:
     first, group = _groups(table.rows)
     shape = (len(first), asked.shape[1])
     beside = (np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, np.inf))
-    params = np.zeros((len(KINDS), len(first), 3))
+    params = np.zeros((len(KINDS) + 1, len(first), 3))  # and of the ends
 
     def fill(some: Places) -> None:
         row = first[some]

@@ -321,6 +321,7 @@ def _verification(answer: Verified) -> str:
         fault += ", which has no effect in these layouts (docs/engine.md says where it has)"
     micro = f"\nmicro batches, in sequences: {answer.micro_batches}" if answer.micro_batches else ""
     limits = ", ".join(f"{what} {limit:g}" for what, limit in answer.limits.items())
+    fault = f", Muon iterates in {answer.iteration}{fault}" if answer.iteration else fault
     device = answer.device + (" (shared, over gloo)" if answer.share_gpu else "")
     return (
         f"{answer.passed} of {counted(answer.total, 'layout')} equal one process ({by_family}); "

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.layout import Layout
+from fourfold.spec.muon import Muon
 from fourfold.spec.site import require_form
 from fourfold.units import number_from, size_from
 
@@ -46,6 +47,8 @@ class Policy:
 
     `loss`: torch's cross-entropy, which widens all logits; or a lean one, whose gradient takes the
     logits' place in memory; auto: the lean one in compiled runs.
+
+    `muon`: the recipe of optimizer muon (spec/muon.py).
     """
 
     precision: words.Precision = flag(
@@ -105,7 +108,8 @@ class Policy:
     )
     overlap_exchange: bool = False
     overlap_kind: words.OverlapKind = "auto"
-    optimizer: Literal["adamw", "adamw-plain"] = "adamw"
+    optimizer: words.Optimizer = "adamw"
+    muon: Muon = field(default_factory=Muon)
     compile: bool = False
     cuda_graph: bool = False
     async_tp: bool = False
@@ -131,6 +135,9 @@ class Policy:
             hint = "use " + ", ".join(f"{kind} (Megatron's {name})" for name, kind in modules)
         check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)
         require_form(self.env)
+        has_part = self.optimizer == "muon" or self.muon == Muon()
+        rule = f"has no part in optimizer={self.optimizer}"
+        check.that(has_part, "muon", codec.encode(self.muon, sparse=True), rule, "optimizer=muon")
 
     @property
     def dtypes(self) -> Dtypes:

@@ -343,6 +343,7 @@ def _note(path: str, typed: str, value: Any) -> str:
     return f"{name} {typed.strip()} = {number}{unit}"
 
 
+Optimizer = Literal["adamw", "adamw-plain", "muon"]
 # Planted on purpose: each must fail.
 ExpertFault = Literal[
     "expert-scale",
@@ -362,6 +363,7 @@ ExpertFault = Literal[
     "drop-order",
     "idle-decay",
 ]
+MuonFault = Literal["muon-blocks", "muon-scale", "muon-shard"]
 # Those of the last line are planted below any engine, the others in our own.
 Fault = Literal[
     "loss-divisor",
@@ -373,6 +375,7 @@ Fault = Literal[
     "stale-weight",
     "norm-twice",
     ExpertFault,
+    MuonFault,
     "lost-sum",
     "norm-shard",
     "doubled-loss",

@@ -92,6 +92,7 @@ class Verified(Answer):
     limits: dict[str, float]
     micro_batches: Annotated[str | None, codec.NULL]
     fault: Annotated[str | None, codec.JsonForm(key="break", null=True)]
+    iteration: str | None  # format of Muon's; None: of other optimizers
 
 
 def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
@@ -112,6 +113,7 @@ def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
         share_gpu=request.share_gpu,
         precision=found[0].policy.precision,
         fault=request.fault,
+        iteration=found[0].policy.muon.dtype if found[0].policy.optimizer == "muon" else None,
         limits=limits[0] if limits else {},
         micro_batches=micro.pop() if len(micro) == 1 else None,
     )
@@ -147,12 +149,28 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
         _must_run(shape, is_here=request.device == "cpu" and site_of(request) is None)
     needed = verify_cases.FAULT_NEEDS.get(request.fault or "", {})
     fixed: dict[str, Any] = {"precision": request.precision, **needed, **request.policy}
+    if isinstance(fixed.get("muon"), dict):
+        fixed["muon"] = {**needed.get("muon", {}), **fixed["muon"]}
     for name, value in permit.env:
         codec.put(fixed, f"env.{name}", value)
+    placed = _iterates_in(fixed) if fixed.get("optimizer") == "muon" else False
     # Unknown fields and values are refused here, with the codec's words; aliases are resolved.
     policy = codec.decode(Policy, fixed, "policy")
     decided = {name: getattr(policy, name) for name in fixed}
-    return Wish(request=request, world=world, models=models, layout=layout, fixed=decided)
+    return Wish(
+        request=request, world=world, models=models, layout=layout, fixed=decided, placed=placed
+    )
+
+
+def _iterates_in(fixed: dict[str, Any]) -> bool:
+    """Let Muon iterate in the format that everything is proven in, unless another is asked for;
+    return whether it is said where."""
+    muon = fixed.get("muon", {})
+    if isinstance(muon, dict):
+        precision = codec.decode(Policy, {"precision": fixed["precision"]}, "policy")
+        compute = precision.dtypes.compute
+        fixed["muon"] = {"dtype": compute if compute in ("fp32", "fp64") else "bf16", **muon}
+    return isinstance(muon, dict) and "placement" in muon
 
 
 def _must_run(shape: ModelShape, *, is_here: bool) -> None:

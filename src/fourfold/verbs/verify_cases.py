@@ -13,12 +13,19 @@ from typing import Any, get_args
 from fourfold.search.legal import Refusal, Target, why_not
 from fourfold.spec import Batch, ModelShape, Policy, RunSpec, check
 from fourfold.spec.layout import AXES, EXPERT_AXES, Layout
-from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS, ExpertFault
+from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS, ExpertFault, MuonFault
 from fourfold.verbs.run_requests import VerifyRequest
 
 _USUAL, _ROUTED = ("mpt", "gpt", "llama"), ("mixtral", "deepseek")
 # Copies of experts, which a fault may count twice, are whole in zero0 alone.
-FAULT_NEEDS = {"expert-norm-twice": {"sharding": "zero0"}}
+FAULT_NEEDS: dict[str, dict[str, Any]] = {
+    "expert-norm-twice": {"sharding": "zero0"},
+    # Tensor ranks' blocks have no shards where nothing else cuts them.
+    **{
+        fault: {"optimizer": "muon", "muon": {"placement": "owner"}}
+        for fault in get_args(MuonFault)
+    },
+}
 SEQ_LEN = 32
 _GLOBAL_BATCH = 8
 # Schedules of a pipeline and their virtual stages.
@@ -29,13 +36,15 @@ _SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """A request with its names resolved; `fixed`: policy fields that all runs have."""
+    """A request with its names resolved; `fixed`: policy fields that all runs have; `placed`: and
+    where Muon's iterations are."""
 
     request: VerifyRequest
     world: int
     models: tuple[ModelShape, ...]
     layout: Layout | None
     fixed: dict[str, Any]
+    placed: bool = False
 
 
 def families(request: VerifyRequest, layout: Layout | None) -> tuple[str, ...]:
@@ -163,6 +172,9 @@ def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Po
         choices["dispatcher"] = ("alltoall", "allgather")[number // 7 % 2]
     if policy.schedule == "zero-bubble" and 2 * layout.pp <= shape.layers:
         choices["virtual_stages"] = 1 + number // 24 % 2
+    if policy.optimizer == "muon" and not wish.placed:
+        placement = ("owner", "blocks")[number // 9 % 2]
+        policy = replace(policy, muon=replace(policy.muon, placement=placement))
     return replace(policy, **{k: v for k, v in choices.items() if k not in fixed})
 
 
@@ -232,5 +244,6 @@ def describe(run: RunSpec) -> str:
     words += [] if policy.fused_projections else ["unfused"]
     words += [f"chunks-{policy.loss_chunks}"] if policy.loss_chunks > 1 else []
     words += [policy.dispatcher] if layout.ep * layout.etp > 1 else []
+    words += [f"muon-{policy.muon.placement}"] if policy.optimizer == "muon" else []
     words += ["drops"] if run.model.moe and run.model.moe.capacity else []
     return " ".join(words)

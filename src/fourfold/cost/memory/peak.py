@@ -69,7 +69,8 @@ def state_bytes(c: Columns, coef: Coefficients, *, params: Params) -> Floats:
 
 
 def weight_bytes(c: Columns) -> Params:
-    """Of one parameter: itself, its gradient and its optimizer's state, divided as ZeRO says."""
+    """Of one parameter: itself, its gradient and its optimizer's state, divided as ZeRO says; and
+    what the optimizer keeps beyond that of embedding and head."""
 
     # Two ranks that hold the same stage divide its optimizer, not its weights and gradients.
     copies = np.where(has_own_schedule(c), fact(c.overlap, "stages", OVERLAPS), 1.0)
@@ -78,7 +79,8 @@ def weight_bytes(c: Columns) -> Params:
         parted = [np.where(c.zero >= stage, ranks, 1.0) for stage in (1, 2, 3)]
         return c.opt_bytes / parted[0] + copies * (c.acc_bytes / parted[1] + 2.0 / parted[2])
 
-    return [over(kind.shards(c)) for kind in KINDS.values()]
+    more = c.end_moment_bytes / np.where(c.zero >= 1, KINDS[""].shards(c), 1.0)
+    return [*(over(kind.shards(c)) for kind in KINDS.values()), more]
 
 
 def gathered_bytes(c: Columns) -> Floats:
@@ -169,8 +171,9 @@ def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
 
 
 def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Floats]]:
-    """(parameters, bytes of activations, bytes at the loss) of the first stage, of the second or
-    the fullest one between, and of the last; how the state is sharded does not enter."""
+    """(parameters by kind and then those of embedding and head, bytes of activations, bytes at the
+    loss) of the first stage, of the second or the fullest one between, and of the last; how the
+    state is sharded does not enter."""
     embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
     at = at_stages(c, routed_shares(c), np.ndim(coef["act"])) if has_uneven_experts(c) else c
@@ -185,10 +188,10 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Fl
         split.last * (flight.late * kept[2] + (flight.last - flight.late) * layer_kept[2]),
     ]
     activations = [own + _working_bytes(c, one) for own, one in zip(held, kept, strict=True)]
-    ends = (np.where(alone & (c.tied < 1), 2.0, 1.0) * embed, 0.0, embed)
+    ends = (np.where(alone & (c.tied < 1), 2.0, 1.0) * embed, np.zeros(()), embed)
     counts = zip((split.first, split.middle, split.last), weights, ends, strict=True)
     params = [
-        [layers * dense + end, *(layers * each for each in others)]
+        [layers * dense + end, *(layers * each for each in others), end]
         for layers, (dense, *others), end in counts
     ]
     losses = np.where(alone, loss, 0.0), np.zeros(len(c)), loss

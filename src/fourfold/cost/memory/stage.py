@@ -172,7 +172,7 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
         head=head,
         all=whole,
         shards=z,
-        state=(whole / z + n * apart) * (p + c.moment_bytes),
+        state=(whole / z + n * apart) * (p + c.moment_bytes) + root / z * c.end_moment_bytes,
         unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
         later=np.where(third, (root + chunks * one) * a, whole * a),
         ahead=np.where(third, ahead, 0.0),

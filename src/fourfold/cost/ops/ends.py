@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from fourfold.cost.columns import BY_COST, Columns, Floats
+from fourfold.cost.columns import BY_COST, OPTIMIZERS, Columns, Floats
 from fourfold.cost.kinds import WeightKind
 from fourfold.cost.ops.blocks import linear, norm
-from fourfold.cost.ops.op import Op, Sizes
+from fourfold.cost.ops.op import NONE, Op, Sizes
 
 # Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
 _EAGER_LEAN_BYTES = 88.0
@@ -88,12 +88,19 @@ def reduction(c: Columns, params: Floats, kind: WeightKind) -> tuple[Op, Op]:
     )
 
 
-def update(c: Columns, params: Floats, kind: WeightKind) -> list[Op]:
-    """Counted: weights and moments are read and written, gradients read for their norm and for the
-    update, the copies that layers compute with written."""
+def update(c: Columns, params: Floats, kind: WeightKind, ends: Floats = NONE) -> list[Op]:
+    """Of weights, `ends` of them of embedding and head. Counted: weights and moments are read and
+    written, gradients read for their norm and for the update, the copies that layers compute with
+    written. Muon's passes (`iterations` has its products) are those of plain calls."""
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
-    mine = params / np.where(c.zero >= 1, kind.shards(c), 1.0)
+    shards = np.where(c.zero >= 1, kind.shards(c), 1.0)
+    mine = params / shards
     moved = np.where(c.our_kernels > 0, each, c.update_traffic) * mine
+    if np.any(c.muon_steps > 0):
+        fused = each + 2.0 * c.end_moment_bytes
+        of_end = np.where(c.our_kernels > 0, fused, OPTIMIZERS["adamw"][1])
+        both = (c.update_traffic * (params - ends) + of_end * ends) / shards
+        moved = np.where(c.muon_steps > 0, both, moved)
     return [Op(name=f"optimizer{kind.name}", kind="copy", phase="update", bytes=moved, m=mine)]

@@ -12,6 +12,7 @@ from fourfold.spec.words import DTYPES
 Kind = Literal[
     "product",
     "grouped product",
+    "iteration product",
     "attention",
     "norm",
     "elementwise",

@@ -18,6 +18,7 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.kinds import DENSE, kinds_of
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import LAYER
+from fourfold.cost.ops.muon import iterations
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 from fourfold.cost.step.rates import Rates, rates_of
@@ -29,6 +30,7 @@ from fourfold.spec.layout import EXPERT_AXES
 PART_OF = {
     "product": "gemm",
     "grouped product": "gemm",
+    "iteration product": "gemm",
     "attention": "attention",
     "norm": "elementwise",
     "elementwise": "elementwise",
@@ -125,13 +127,15 @@ def once_ops(c: Columns, ends: float = 1.0) -> Once:
     many of the model's two `ends`: both of a single stage, where tied ends have one matrix."""
     held = c.layers / c.pp
     matrices = np.where(c.pp > 1, ends, np.where(c.tied > 0, 1.0, 2.0))
-    reduced, updated = [], []
+    reduced: list[tuple[Op, Op]] = []
+    updated: list[Op] = []
     for kind in kinds_of(c):
-        params = held * kind.on_rank(c)
-        if kind is DENSE:
-            params = params + matrices * c.vocab * c.hidden / c.tp
-        reduced.append(reduction(c, params, kind))
-        updated += update(c, params, kind)
+        of_layers = held * kind.on_rank(c)
+        of_ends = matrices * c.vocab * c.hidden / c.tp if kind is DENSE else np.zeros(())
+        reduced.append(reduction(c, of_layers + of_ends, kind))
+        updated += update(c, of_layers + of_ends, kind, of_ends)
+        if np.any(c.muon_steps > 0):
+            updated += iterations(c, of_layers, kind)
     return reduced, updated
 
 

@@ -68,6 +68,12 @@ class Rates:
         is_weights = op.phase == "weights"
         return grouped_s(op, rate=rate, hbm=self.c.hbm, is_weights=is_weights)
 
+    def iteration_product(self, op: Op) -> Floats:
+        """Of an optimizer's iteration, in a format of its own."""
+        c, coef = self.c, self.coef
+        rate = c.peak * c.muon_peak * c.clock * coef["gemm"]
+        return gemm_s(op.m, op.n, op.k, rate=rate, hbm=c.hbm, sms=c.sms, coef=coef)
+
     def _rate(self, narrow: bool) -> Floats:
         if narrow not in self._known:
             self._known[narrow] = self._product_rate(narrow)
@@ -208,6 +214,9 @@ class CpuRates(Rates):
 
     def grouped_product(self, op: Op) -> Floats:
         return op.groups * self.product(op)
+
+    def iteration_product(self, op: Op) -> Floats:
+        return self.product(op) / self.c.muon_peak
 
     def elementwise(self, op: Op) -> Floats:
         return op.bytes * self.coef["cpu_byte_s"]

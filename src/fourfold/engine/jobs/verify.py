@@ -24,6 +24,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.expert_faults import EXPERT_FAULTS
 from fourfold.engine.verify.faults import FAULTS
 from fourfold.engine.verify.findings import Piece, RankFindings, verdict
+from fourfold.engine.verify.muon_faults import MUON_FAULTS
 from fourfold.engine.verify.naming import Answers, name_of
 from fourfold.engine.verify.reference import Recipe, Truth, steady
 from fourfold.spec import codec
@@ -62,7 +63,7 @@ def perform(task: Task) -> None:
     world = _world(spec.layout, device.type)
     task.heartbeat.enter("build")
     fault, how = task.job.option("break"), recipe(spec)
-    trainer = (FAULTS | EXPERT_FAULTS)[fault] if fault else Trainer
+    trainer = (FAULTS | EXPERT_FAULTS | MUON_FAULTS)[fault] if fault else Trainer
     trainer = trainer(
         spec, world, device=device, settings=how.settings, source=how.source, rule=how.rule
     )
@@ -136,6 +137,8 @@ def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
         "global_batch": spec.batch.global_batch,
         "seed": spec.seed,
         "dtypes": codec.encode(spec.policy.dtypes),
+        "optimizer": spec.policy.optimizer,
+        "muon": codec.encode(replace(spec.policy.muon, placement="owner")),
     }
     name = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"reference-{name}.pt"

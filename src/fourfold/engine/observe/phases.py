@@ -59,7 +59,7 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
             yield "gradients", parameter.unsharded_accumulated_grad_data
     for alone in trainer.alone.values():
         yield from alone.tensors()
-    for state in trainer.optimizer.inner.state.values():
+    for state in trainer.optimizer.states():
         for value in state.values():
             if isinstance(value, Tensor):
                 yield "optimizer", value

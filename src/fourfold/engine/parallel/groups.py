@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -129,8 +129,7 @@ class World:
         sharing = self.layout.tp // model.kv_heads
         if sharing not in self._kv:
             first = self.tp.rank // sharing * sharing
-            ranks = torch.tensor(self.tp.ranks[first : first + sharing])
-            self._kv[sharing] = make_group("kv", ranks)
+            self._kv[sharing] = make_group("kv", self.tp.ranks[first : first + sharing])
         return self._kv[sharing]
 
     def shard_place(self, zero: int) -> ShardPlace:
@@ -186,13 +185,15 @@ def _rank_table(layout: Layout) -> torch.Tensor:
 
 def make_group(
     axis: str,
-    ranks: torch.Tensor,
+    ranks: torch.Tensor | Sequence[int],
     this_rank: dist.ProcessGroup | None = None,
     cut: tuple[int, ...] | None = None,
 ) -> Group:
     """torch orders the ranks of a group by number, so we do; groups of one share a handle. `cut`:
     see handle_of; None where the groups of an axis are of equal size."""
-    members = tuple(sorted(ranks.flatten().tolist()))
+    # Numbers, not a tensor, where it may be one without values.
+    numbers = ranks.flatten().tolist() if isinstance(ranks, Tensor) else ranks
+    members = tuple(sorted(numbers))
     alone = len(members) == 1 and this_rank is not None
     handle = this_rank if alone else handle_of(axis, members, cut or members)
     assert handle is not None

@@ -3,7 +3,7 @@ sharded; and its initial values, f(seed, name, global index), the same under eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -120,28 +120,61 @@ def published(module: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str,
                 yield param, [(f"{parent}.{part}.{leaf}", rows) for part, rows in parts]
 
 
+class HeldRows(NamedTuple):
+    """Rows of a parameter's local shard, and the rectangle of a published tensor in them."""
+
+    tensor: params.Param
+    rows: tuple[int, int]
+    rect: Rect
+    shared: SharedBy
+
+
+def parts_of(
+    tensors: Sequence[params.Param],
+    model: ModelShape,
+    place: ShardPlace,
+    *,
+    is_learned: bool = True,
+) -> Iterator[HeldRows]:
+    """Yield what a rank at `place` holds of a parameter of these tensors, one below the other."""
+    parts, part = place.shards, place.shard
+    if tensors[0].expert is not None:
+        parts, part = place.experts.shards, place.experts.shard
+    if not is_learned:  # a router's state, which FSDP leaves alone
+        parts, part = 1, 0
+    rects = [_rect(model, tensor, place) for tensor in tensors]
+    first, last = params.chunk(sum(rect.rows[1] - rect.rows[0] for rect, _ in rects), parts, part)
+    start = 0
+    for tensor, (rect, shared) in zip(tensors, rects, strict=True):
+        stop = start + rect.rows[1] - rect.rows[0]
+        top, bottom = max(start, first), min(stop, last)
+        if top < bottom:
+            in_tensor = (rect.rows[0] + top - start, rect.rows[0] + bottom - start)
+            yield HeldRows(
+                tensor, (top - first, bottom - first), Rect(in_tensor, rect.columns), shared
+            )
+        start = stop
+
+
+def tensors_of(
+    module: nn.Module, model: ModelShape, seq_len: int, place: ShardPlace
+) -> Iterator[tuple[nn.Parameter, list[params.Param]]]:
+    """Yield each parameter of a stage with the published tensors it is made of."""
+    known = {tensor.name: tensor for tensor in params.tensors(model, seq_len)}
+    for param, names in published(module):
+        for name, rows in names:
+            top, bottom = _rect(model, known[name], place)[0].rows
+            assert bottom - top == rows, f"{name}: cut and module disagree"
+        yield param, [known[name] for name, _ in names]
+
+
 def shards_of(module: nn.Module, model: ModelShape, seq_len: int, place: ShardPlace) -> list[Shard]:
     """Every piece of a stage on this rank, in the order of its parameters, but for empty ones."""
-    known = {tensor.name: tensor for tensor in params.tensors(model, seq_len)}
-    shards = []
-    for param, names in published(module):
-        parts, part = place.shards, place.shard
-        if known[names[0][0]].expert is not None:
-            parts, part = place.experts.shards, place.experts.shard
-        if not param.requires_grad:  # a router's state, which FSDP leaves alone
-            parts, part = 1, 0
-        first, last = params.chunk(sum(rows for _, rows in names), parts, part)
-        start = 0
-        for name, rows in names:
-            rect, shared = _rect(model, known[name], place)
-            assert rect.rows[1] - rect.rows[0] == rows, f"{name}: cut and module disagree"
-            top, bottom = max(start, first), min(start + rows, last)
-            if top < bottom:
-                in_tensor = (rect.rows[0] + top - start, rect.rows[0] + bottom - start)
-                in_param, cut = (top - first, bottom - first), Rect(in_tensor, rect.columns)
-                shards.append(Shard(name, known[name].shape, param, in_param, cut, shared))
-            start += rows
-    return shards
+    return [
+        Shard(part.tensor.name, part.tensor.shape, param, part.rows, part.rect, part.shared)
+        for param, tensors in tensors_of(module, model, seq_len, place)
+        for part in parts_of(tensors, model, place, is_learned=param.requires_grad)
+    ]
 
 
 # Elements made at once: bounds the int64 scratch to 32 MiB a tensor.

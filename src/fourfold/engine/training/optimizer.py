@@ -1,4 +1,5 @@
-"""The optimizers: AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors.
+"""The optimizers: AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors;
+Muon's matrices have a room of their own (muon.py), and AdamW the rest.
 
 Fused where torch has it; in one pass over memory (clipping, update and copy together) where steps
 are compiled or moments are in another format than weights; else by torch's plain loop. Matrices
@@ -8,7 +9,7 @@ KINDS here, and what its update costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.engine import compat
 from fourfold.engine.compat import local
+from fourfold.engine.training.muon import MOMENT, MuonMatrices
 from fourfold.spec.train import TrainSettings
 
 Groups = list[dict[str, Any]]
@@ -57,7 +59,8 @@ class How:
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One choice of `policy.optimizer`. `state`: names of the tensors it keeps for each weight;
-    `reference`: torch's own, which updates are compared with and timed against."""
+    `reference`: torch's own, which updates are compared with and timed against. Of Muon both are
+    those of weights that are no matrices of layers."""
 
     state: tuple[str, ...]
     make: Callable[[Groups, OptimizerSettings, How], torch.optim.Optimizer]
@@ -87,7 +90,11 @@ def _torch_adamw(
 KINDS: dict[str, Kind] = {
     "adamw": Kind(MOMENTS, partial(_adamw, fused=True), _torch_adamw),
     "adamw-plain": Kind(MOMENTS, partial(_adamw, fused=False), _torch_adamw),
+    "muon": Kind(MOMENTS, partial(_adamw, fused=True), _torch_adamw),
 }
+
+# Makes Muon's part of an optimizer from the local shards by parameter, the settings and formats.
+MakeMuon = Callable[[Mapping[nn.Parameter, Tensor], OptimizerSettings, How], MuonMatrices]
 
 
 def param_groups(tensors: list[Tensor], settings: OptimizerSettings) -> Groups:
@@ -99,7 +106,8 @@ def param_groups(tensors: list[Tensor], settings: OptimizerSettings) -> Groups:
 
 class Optimizer:
     """`leaves` alias the local shards of `params`; empty shards have nothing to update. `copies`,
-    by parameter, are kept equal to it in their own format."""
+    by parameter, are kept equal to it in their own format. `make_muon`: the matrices that Muon
+    updates; the inner optimizer has the rest, if there is any."""
 
     def __init__(
         self,
@@ -110,6 +118,7 @@ class Optimizer:
         dtype: torch.dtype,
         compiled: bool = False,
         copies: Mapping[nn.Parameter, Tensor] | None = None,
+        make_muon: MakeMuon | None = None,
     ) -> None:
         self.params = [p for p in params if local(p).numel()]
         self.leaves = [local(p.detach()).requires_grad_() for p in self.params]
@@ -119,36 +128,60 @@ class Optimizer:
         self.copies = {self._leaf_of[p]: c for p, c in (copies or {}).items() if p in self._leaf_of}
         how = How(dtype=dtype, compiled=compiled, copies=self.copies)
         self.kind = KINDS[kind]
-        self.inner = self.kind.make(param_groups(self.leaves, settings), settings, how)
+        self.muon = make_muon(self._leaf_of, settings, how) if make_muon else None
+        of_muon = set() if self.muon is None else set(self.muon.leaves.values())
+        rest = [leaf for leaf in self.leaves if leaf not in of_muon]
+        groups = param_groups(rest, settings)
+        self.inner = self.kind.make(groups, settings, how) if groups or not of_muon else None
+        self.rest = rest
+        self.rest_copies = {leaf: self.copies[leaf] for leaf in rest if leaf in self.copies}
 
     def set_lr(self, lr: float) -> None:
-        for group in self.inner.param_groups:
+        for group in self.inner.param_groups if self.inner else ():
             group["lr"] = lr
+        if self.muon is not None:
+            self.muon.lr = lr
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Yield what is kept of each weight between updates."""
+        if self.inner is not None:
+            yield from self.inner.state.values()
+        if self.muon is not None:
+            yield from self.muon.state.values()
+
+    def _state(self, leaf: Tensor) -> dict[str, Any]:
+        if self.muon is not None and leaf in self.muon.state:
+            return self.muon.state[leaf]
+        return {} if self.inner is None else self.inner.state.get(leaf, {})
 
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Both moments of a parameter's local shard by name; none before the first update, nor of
+        """The moments of a parameter's local shard by name; none before the first update, nor of
         what is not learned by gradients (a router's state)."""
         leaf = self._leaf_of.get(param)
-        state = {} if leaf is None else self.inner.state.get(leaf, {})
-        return {name: state[name] for name in self.kind.state if name in state}
+        state = {} if leaf is None else self._state(leaf)
+        return {name: state[name] for name in (*self.kind.state, MOMENT) if name in state}
 
     @property
     def updates(self) -> int:
         """Updates so far, the same for all weights; waits for the device."""
-        states = [self.inner.state.get(leaf, {}) for leaf in self.leaves]
+        states = [self._state(leaf) for leaf in self.leaves]
         counts = {int(state["step"]) if state else 0 for state in states}
         assert len(counts) <= 1, f"weights were updated different numbers of times: {counts}"
         return counts.pop() if counts else 0
 
     def restore(self, updates: int) -> None:
         """As after so many updates, with moments of 0 for the caller to fill."""
+        if self.muon is not None:
+            self.muon.restore(updates)
+        if self.inner is None:
+            return
         self.inner.state.clear()
         if isinstance(self.inner, OnePassAdamW):
             self.inner.count.fill_(updates)
-            for leaf in self.leaves if updates else ():
+            for leaf in self.rest if updates else ():
                 self.inner.begin(leaf)
             return
-        for leaf in self.leaves if updates else ():
+        for leaf in self.rest if updates else ():
             # torch's fused kernels count on the device, its plain loop on the host.
             where = leaf.device if self.inner.defaults.get("fused") else torch.device("cpu")
             state = self.inner.state[leaf]
@@ -159,22 +192,28 @@ class Optimizer:
     def step(self, overflow: Tensor | None = None, factor: Tensor | None = None) -> None:
         """Update by gradients times `factor`, then forget them. Where `overflow` is 1 nothing is
         updated: fused kernels read that on the device, a plain loop waits for it here."""
-        one_pass = isinstance(self.inner, OnePassAdamW)
+        as_is = set() if self.muon is None else set(self.muon.leaves.values())
+        if isinstance(self.inner, OnePassAdamW):
+            as_is = set(self.leaves)
         for param, leaf in zip(self.params, self.leaves, strict=True):
             if param.grad is not None:
                 grad = local(param.grad)
-                leaf.grad = grad if one_pass else grad.to(leaf.dtype)
+                leaf.grad = grad if leaf in as_is else grad.to(leaf.dtype)
                 param.grad = None
         self._update(overflow, factor)
+        if self.muon is not None:
+            self.muon.step(overflow, factor)
         for leaf in self.leaves:
             leaf.grad = None
 
     def _update(self, overflow: Tensor | None, factor: Tensor | None) -> None:
+        if self.inner is None:
+            return
         if isinstance(self.inner, OnePassAdamW):
             self.inner.factor, self.inner.overflow = factor, overflow
             self.inner.step()
             return
-        grads = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        grads = [leaf.grad for leaf in self.rest if leaf.grad is not None]
         if factor is not None and grads:
             compat.foreach_mul_(grads, factor.to(grads[0].dtype))
         if isinstance(self.inner, _FusedAdamW):
@@ -182,9 +221,9 @@ class Optimizer:
             self.inner.step()
         elif overflow is None or not bool(overflow):
             self.inner.step()
-        if self.copies:
+        if self.rest_copies:
             with torch.no_grad():
-                compat.foreach_copy_(list(self.copies.values()), list(self.copies))
+                compat.foreach_copy_(list(self.rest_copies.values()), list(self.rest_copies))
 
 
 class _FusedAdamW(torch.optim.AdamW):

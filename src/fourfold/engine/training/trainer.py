@@ -8,13 +8,15 @@ The order of collectives on a rank, the same on all ranks that share a group:
    backward pass, FSDP reduces gradients
 3. gradients of shared weights: over tp, over ranks that share a KV head, over first and last stage
 4. numbers over everyone: squares of the gradient, the loss, and what routers add to it
+5. with Muon, round by round: parts of matrices to their owners (whose blocks add up a product in
+   each step of the iteration), and parts of updates back
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,13 +30,15 @@ from fourfold.engine.model.positions import Tables
 from fourfold.engine.parallel.context import positions_of, rank_tables
 from fourfold.engine.parallel.data import backward_weights, before_backward, make_alone
 from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.matrices import Matrices, matrices_of
 from fourfold.engine.parallel.order import parallelize
 from fourfold.engine.parallel.pipeline import Passes, Pipeline, plan, stage_link
 from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
 from fourfold.engine.training import gradients
 from fourfold.engine.training.gradients import Balance, LossScaler, ScalerSettings, SharedGradients
-from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
+from fourfold.engine.training.muon import MuonMatrices
+from fourfold.engine.training.optimizer import How, Optimizer, OptimizerSettings
 from fourfold.engine.training.step import Batches, StepEvent, StepGraph, StepOutcome
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
@@ -43,6 +47,8 @@ from fourfold.spec.run import RunSpec
 class Trainer:
     """`chunks` are the parts of the model on this rank: one, or one per virtual stage.
     `materialize=False` leaves the model on the meta device until `materialize()` is called."""
+
+    muon_type = MuonMatrices
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class Trainer:
             dtype=DTYPES[spec.policy.dtypes.optimizer],
             compiled=spec.policy.compile and self.device.type == "cuda",
             copies={w: c for alone in self.alone.values() for w, c in alone.copies.items()},
+            make_muon=self.make_muon if spec.policy.optimizer == "muon" else None,
         )
         small = spec.policy.dtypes.compute == "fp16"  # too few exponents for gradients
         self.scaler = LossScaler(self.scaling, self.device) if small else None
@@ -125,6 +132,22 @@ class Trainer:
 
     def make_counted(self) -> list[Shard]:
         return gradients.counted_once(self.shards, self.spec, self.world)
+
+    def make_matrices(self) -> Matrices:
+        return matrices_of(self.chunks, self.spec, self.world, self.spec.policy.muon)
+
+    def make_muon(
+        self, leaves: Mapping[nn.Parameter, Tensor], settings: OptimizerSettings, how: How
+    ) -> MuonMatrices:
+        return self.muon_type(
+            self.spec.policy.muon,
+            self.make_matrices(),
+            leaves,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            dtype=how.dtype,
+            copies=how.copies,
+        )
 
     def _divide(self) -> None:
         spec = self.spec

@@ -15,8 +15,10 @@ from torch import Tensor
 from fourfold.conformance.ranks import compare
 from fourfold.engine.data.source import micro_sequences
 from fourfold.engine.parallel.experts import places_of
+from fourfold.engine.parallel.shards import Rect
 from fourfold.engine.verify.findings import Piece, RankFindings, idle_tensors
 from fourfold.engine.verify.plain_experts import Guess
+from fourfold.engine.verify.plain_muon import MuonGuess, in_order
 from fourfold.engine.verify.reference import Recipe, Truth, train_alone
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.run import RunSpec
@@ -52,6 +54,10 @@ def name_of(answers: Answers, recipe: Recipe, device: torch.device) -> list[str]
     right = _is_like(first, grads, truth)  # then something goes wrong after the first step
     for words, guess in () if right else _guesses(spec):
         if _is_like(first, grads, train_alone(spec, once, device, guess)):
+            return [f"as if {words}"]
+    for words, guess in _muon_guesses(answers) if right else ():
+        like = train_alone(spec, recipe, device, Guess(muon=guess))
+        if next(iter(compare.differences(params, like.params).values())) < _CLOSE:
             return [f"as if {words}"]
     layers = sorted({layer for one in answers.findings for layer in one.counts[0]})
     balance = zip(*(one.balance for one in answers.findings), strict=True)
@@ -102,6 +108,20 @@ def _guesses(spec: RunSpec) -> Iterator[tuple[str, Guess]]:
         yield words, Guess(balance="by part", parts=_parts(spec))
     if moe.capacity:
         yield "a full expert dropped its first tokens, not its last", Guess(keeps="last")
+
+
+def _muon_guesses(answers: Answers) -> Iterator[tuple[str, MuonGuess]]:
+    """What engines may do with Muon's matrices, one at a time."""
+    if answers.spec.policy.optimizer != "muon":
+        return
+    rects: dict[str, set[Rect]] = {}
+    for name, rows, columns, _ in (piece for one in answers.pieces for piece in one["param"]):
+        rects.setdefault(name, set()).add(Rect(rows, columns))
+    parts = {name: in_order(some) for name, some in rects.items()}
+    yield "each rank made its part of a matrix orthogonal apart", MuonGuess("apart", parts)
+    yield "one shard of each matrix was left out", MuonGuess("left out", parts)
+    shape = "transposed matrix" if answers.spec.policy.muon.scale == "original" else "shorter side"
+    yield f"updates were scaled by the {shape}", MuonGuess("scale")
 
 
 def _parts(spec: RunSpec) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.experts import MoeMlp
 from fourfold.engine.model.router import Router
+from fourfold.engine.verify.plain_muon import MuonGuess
 from fourfold.spec.experts import Moe
 
 
@@ -29,6 +30,7 @@ class Guess:
     balance: Literal["right", "left out", "by part"] = "right"
     keeps: Literal["first", "last"] = "first"
     parts: Tensor | None = None
+    muon: MuonGuess | None = None
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from fourfold.engine.parallel.shards import InitRule, Shard, ShardPlace, initial
 from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
 from fourfold.engine.verify.plain_experts import Guess, RoutedStep, make_plain, take_up
+from fourfold.engine.verify.plain_muon import PlainMuon
 from fourfold.spec.run import RunSpec
 
 
@@ -115,10 +116,15 @@ class _Alone:
             apply_float8(self.decoder, device.type)
         self.experts = make_plain(self.decoder, guess)
         self.weights: list[Tensor] = [w for w in self.masters.parameters() if w.requires_grad]
-        groups = param_groups(self.weights, settings)
-        self.optimizer = KINDS[spec.policy.optimizer].reference(groups, settings)
+        self.optimizer = self._optimizer(settings)
         first, scaled = ScalerSettings().initial, dtypes.compute == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=first, enabled=scaled)
+
+    def _optimizer(self, settings: OptimizerSettings) -> torch.optim.Optimizer:
+        if self.spec.policy.optimizer == "muon":
+            return PlainMuon(self.shards, settings, self.spec.policy.muon, self.guess.muon)
+        groups = param_groups(self.weights, settings)
+        return KINDS[self.spec.policy.optimizer].reference(groups, settings)
 
     def kept(self) -> dict[str, Tensor]:
         """What routers keep between steps."""
