@@ -20,6 +20,7 @@ from fourfold.search.export.setup import Flags, Package, Setup, check_model, no_
 from fourfold.spec.batch import Batch
 from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
+from fourfold.spec.muon import MATCHED_RMS
 from fourfold.spec.policy import Policy
 
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
@@ -79,6 +80,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "policy.grad_dtype": (None, "bf16", "fp32"),
     "policy.reduce_dtype": (None, "bf16", "fp32"),
     "policy.cuda_graph": (),
+    "policy.optimizer": ("adamw", "muon"),
     "batch.ramp": (),
 }
 _STEP_GRAPH: Flags = {
@@ -119,6 +121,8 @@ def package(setup: Setup, engine: Engine) -> Package:
         flags |= expert_flags(setup, setup.model.moe)
     if setup.policy.cuda_graph:
         flags |= _STEP_GRAPH
+    if setup.policy.optimizer == "muon":
+        flags |= _muon(setup, engine)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
     # As the recipes behind its seconds: a fused loss (Transformer Engine's own is refused since
@@ -147,6 +151,8 @@ def _about(setup: Setup, flags: Flags) -> Iterator[str]:
     if "--bf16" in flags:
         held = "bf16" if "--grad-reduce-in-bf16" in flags else "fp32"
         yield f"gradients of all micro batches are summed, and reduced, in {held}"
+    if setup.policy.optimizer == "muon" and setup.model.gated:
+        yield "Megatron-LM makes the gate of an MLP orthogonal together with the matrix beside it"
     if setup.policy.zero >= 2 and setup.layout.tp > 1:
         yield "Megatron-LM advises against its FSDP with tensor parallelism (other queues)"
     if setup.model.moe:
@@ -290,6 +296,32 @@ def _data_parallel(setup: Setup) -> Flags:
         if policy.zero >= 1 and policy.overlap_param_gather:
             flags["--overlap-param-gather"] = None
     return flags
+
+
+def _muon(setup: Setup, engine: Engine) -> Flags:
+    """Whole matrices, as ours: gathered by every tensor rank, or in blocks with summed products.
+    Its usual `blockwise` makes each rank's part orthogonal apart, which is another optimizer."""
+    muon = setup.policy.muon
+    if engine.export.before:
+        raise no_setting(engine.name, "policy.optimizer", "muon", "adamw, or --export megatron")
+    if setup.policy.zero >= 2:
+        raise no_setting("megatron", "policy.sharding", setup.policy.sharding, "zero1, with muon")
+    if muon.dtype != "bf16":
+        raise no_setting("megatron", "policy.muon.dtype", muon.dtype, "bf16")
+    if muon.matrices != "layers":
+        raise no_setting("megatron", "policy.muon.matrices", muon.matrices, "layers")
+    is_matched = muon.scale == "match-rms"
+    flags: Flags = {
+        "--optimizer": "muon",
+        "--muon-momentum": f"{muon.momentum:g}",
+        "--muon-scale-mode": "spectral" if is_matched else "shape_scaling",
+        "--muon-extra-scale-factor": f"{muon.factor * (MATCHED_RMS if is_matched else 1.0):g}",
+        "--muon-num-ns-steps": muon.steps,
+        "--muon-coefficient-type": muon.coefficients,
+        "--muon-fp32-matmul-prec": "medium",
+        "--muon-tp-mode": "distributed" if muon.placement == "blocks" else "duplicated",
+    }
+    return flags | ({"--muon-nesterov": None} if muon.nesterov else {})
 
 
 def _recompute(policy: Policy) -> Flags:

@@ -13,7 +13,11 @@ from fourfold.spec import catalog
 from fourfold.spec.engine import Engine
 from fourfold.spec.model import ModelShape
 
-CHOICES = {**megatron.CHOICES, "policy.attention": ("auto",)}
+CHOICES = {
+    **megatron.CHOICES,
+    "policy.attention": ("auto",),
+    "policy.optimizer": ("adamw",),
+}
 
 _LISTED = ("--recompute-modules", "--rampup-batch-size", "--cuda-graph-modules")
 
