@@ -14,22 +14,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from famous import TABLES, famous_rows
+from fit_tables import tables_of
 
 from fourfold.commands.fit import fold_tables
 from fourfold.cost.fit.accuracy import Result, study, timed_rows
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.fit import HOLD
 from fourfold.cost.fit.folds import KINDS
-from fourfold.cost.table.reference import read_table
-from fourfold.cost.table.rows import Rows
-from fourfold.search.rows.read import parse
 from fourfold.text_table import render
 from fourfold.verbs.fit import Scores
-
-
-def tables_of(folder: Path) -> list[Rows]:
-    return [parse(read_table(folder / f"{name}.csv")) for name in TABLES] + [famous_rows(folder)[1]]
 
 
 def factor(results: list[Result]) -> float:

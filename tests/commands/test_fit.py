@@ -80,13 +80,13 @@ def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
     _store(tmp_path / "runs", [_report(m, s) for m, s in ((1, 0.66), (2, 0.62), (4, 0.6))])
     words = ["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--force", "--out"]
     entries = []
-    for more in ([], ["--fix", "gemm=0.5", "--fix", "flash=0.74"]):
+    for more in ([], ["--fix", "product=0.9", "--fix", "attention=0.74"]):
         assert main([*words, str(tmp_path / "one.json"), *more]) == 0
         entries.append(_entry(tmp_path / "one.json"))
     free, fixed = entries
-    assert free["informed"]["gemm"] < 1.0
-    assert (fixed["knobs"]["gemm"], fixed["knobs"]["flash"]) == (0.5, 0.74)
-    assert fixed["informed"]["gemm"] == 1.0
+    assert free["informed"]["product"] < 1.0
+    assert (fixed["knobs"]["product"], fixed["knobs"]["attention"]) == (0.9, 0.74)
+    assert fixed["informed"]["product"] == 1.0
     # What is left open makes up for it.
     assert fixed["knobs"]["elem"] < free["knobs"]["elem"]
 
@@ -94,11 +94,11 @@ def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "rule"),
     [
-        ("flash", "must be a number from 0.08 to 0.95"),
-        ("flash=fast", "must be a number from 0.08 to 0.95"),
-        ("flash=nan", "must be a number from 0.08 to 0.95"),
-        ("flash=1.5", "must be a number from 0.08 to 0.95"),
-        ("flush=0.5", "does not name a coefficient; known: gemm,"),
+        ("attention", "must be a number from 0.1 to 2"),
+        ("attention=fast", "must be a number from 0.1 to 2"),
+        ("attention=nan", "must be a number from 0.1 to 2"),
+        ("attention=2.5", "must be a number from 0.1 to 2"),
+        ("flush=0.5", "does not name a coefficient; known: engine,"),
     ],
 )
 def test_a_coefficient_to_keep_is_checked(word: str, rule: str, tmp_path: Path, cli: Cli) -> None:

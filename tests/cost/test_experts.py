@@ -5,6 +5,8 @@ Does every prediction say what it rests on?
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import active_params, model_params, mtp_params, rank_params
 from fourfold.cost.count.params import stage_layers as stages_of
 from fourfold.cost.fit.calibration import PROVENANCES
+from fourfold.spec import catalog, codec
 from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -94,11 +97,18 @@ def _first(**machine: object) -> str:
         ("near", {"gpu": "h100-80gb", "stack": "megatron"}),  # a twin of a measured cluster
         ("blended", {"gpu": "mi300x", "stack": "megatron"}),  # its engine elsewhere
         ("blended", {"gpu": "a100-80gb", "stack": "fourfold"}),  # other engines on such GPUs
-        ("physics", {"gpu": "mi300x", "stack": "fourfold"}),
+        ("blended", {"gpu": "mi300x", "stack": "fourfold"}),
     ],
 )
 def test_a_plan_says_what_it_rests_on(word: str, machine: dict[str, object]) -> None:
     assert _first(**machine) == word
+
+
+def test_a_plan_for_a_new_kind_of_gpu_rests_on_physics(tmp_path: Path) -> None:
+    gpu = replace(catalog.device("mi300x"), id="x1", name="X1", generation="x", kernels="")
+    path = tmp_path / "x1.json"
+    path.write_text(json.dumps(codec.dump(gpu)))
+    assert _first(gpu=str(path), stack="fourfold") == "physics"
 
 
 def test_rows_that_were_fitted_are_measured_and_larger_ones_near(tmp_path: Path) -> None:

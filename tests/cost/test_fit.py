@@ -57,11 +57,11 @@ def golden_rows(name: str) -> list[dict[str, str]]:
 
 def test_a_fit_finds_the_knobs_that_made_the_rows() -> None:
     rows = table("mpt")
-    truth = {**defaults(), "gemm": 0.7, "flash": 0.3, "elem": 2.2, "dp_exposed": 1.2}
+    truth = {**defaults(), "engine": 1.3, "attention": 0.6, "elem": 1.7, "dp_exposed": 1.2}
     made = replace(rows, step_s=estimate(rows.columns, truth).step_s)
     (a100, h100) = fit_entries(sample([made]))
     for entry in (a100, h100):
-        for name in ("gemm", "flash", "elem"):
+        for name in ("engine", "attention", "elem"):
             assert entry.coefficients[name] == pytest.approx(truth[name], rel=0.08), name
         assert len(entry.free_time) <= MOST_TIME
         assert len(entry.free_memory) <= MOST_MEMORY
@@ -99,7 +99,7 @@ def test_one_disturbed_run_hardly_moves_a_fit() -> None:
     broken = rows.step_s.copy()
     broken[60] *= 30
     other = fit_entries(sample([replace(rows, step_s=broken)]))[0]
-    assert other.coefficients["gemm"] == pytest.approx(clean.coefficients["gemm"], rel=0.03)
+    assert other.coefficients["engine"] == pytest.approx(clean.coefficients["engine"], rel=0.03)
 
 
 def test_a_calibration_file_reads_back() -> None:
@@ -107,8 +107,8 @@ def test_a_calibration_file_reads_back() -> None:
     one = Calibration(name="x", sources=("bloom",), entries=entries)
     back = from_json(to_json(one), "x")
     assert [e.key for e in back.entries] == [e.key for e in entries]
-    assert back.entries[0].coefficients["gemm"] == pytest.approx(
-        entries[0].coefficients["gemm"], rel=1e-5
+    assert back.entries[0].coefficients["engine"] == pytest.approx(
+        entries[0].coefficients["engine"], rel=1e-4
     )
 
 
@@ -132,7 +132,7 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
         low, high = StepInterval(c, one, estimate(c, one.coefficients)).ends_s
         widths[one.key] = float(np.median(np.log(high / low)))
     assert widths.pop(entry.key) > 2.0 * max(widths.values())
-    assert min(e.coefficients["gemm"] for e in own) < entry.coefficients["gemm"]
+    assert min(e.coefficients["engine"] for e in own) < entry.coefficients["engine"]
 
 
 def test_a_blend_of_nothing_is_the_default() -> None:

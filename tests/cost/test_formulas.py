@@ -142,10 +142,10 @@ def test_an_uneven_last_micro_batch_costs_less_than_a_whole_one() -> None:
 
 def test_a_question_can_be_asked_for_many_knobs_at_once() -> None:
     c = runs(4, micro=[1, 2, 4, 8])
-    several = {**defaults(), "gemm": np.array([[0.6], [0.8]])}
+    several = {**defaults(), "product": np.array([[0.6], [0.8]])}
     step = estimate(c, several).step_s
     assert step.shape == (2, 4)
-    assert np.allclose(step[1], estimate(c, {**defaults(), "gemm": 0.8}).step_s)
+    assert np.allclose(step[1], estimate(c, {**defaults(), "product": 0.8}).step_s)
 
 
 def test_a_hot_h200_loses_a_fifth_and_an_a100_nothing() -> None:

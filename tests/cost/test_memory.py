@@ -157,9 +157,9 @@ def test_a_chance_to_fit_is_sure_only_beyond_the_interval() -> None:
 
 def test_rows_narrow_what_a_lean_engine_may_need() -> None:
     entry = resolve(MeasuredAs.of("nanotron-2025"), catalog.cluster("hf-h100"), SHIPPED).entry
-    assert entry.informed["act"] > 0.9
+    assert entry.informed["kept_hidden"] > 0.9
     taught, lean = lean_coefficients(entry), lean_coefficients(replace(entry, informed={}))
-    assert lean["act"] < taught["act"] <= entry.coefficients["act"]
+    assert lean["kept_hidden"] < taught["kept_hidden"] <= entry.coefficients["kept_hidden"]
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])

@@ -71,7 +71,7 @@ def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
     assert all(many.coefficients[name] == own.coefficients[name] for name in own.free_time)
     assert many.coefficients["net"] != own.coefficients["net"] or many.cluster != own.cluster
     other = resolve("megatron-lm-2025", H200, shipped()).entry
-    assert other.coefficients["flash"] != own.coefficients["flash"]
+    assert other.coefficients["engine"] != own.coefficients["engine"]
     assert gpu_entry(MeasuredAs("fourfold"), "a100-80gb") is None
 
 

@@ -47,7 +47,7 @@ def stage_weights(model: ModelShape, c: Columns, ep: int) -> list[tuple[float, f
 @pytest.mark.parametrize("name", ["moonlight-16b-a3b", "deepseek-v3", "llama4-maverick"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_weights_of_a_stage_are_those_of_its_layers(name: str, pp: int) -> None:
-    model = replace(catalog.model(name), mtp=None)
+    model = replace(catalog.model(name), mtp=None, vocab=2**17)  # a multiple of 128: none is padded
     c = runs(model, f"pp{pp} dp8 ep8")
     first, *inner, last = stage_weights(model, c, 8)
     middle = max(inner, key=lambda weights: weights[1], default=None)

@@ -172,13 +172,14 @@ def test_gh200_boards_have_four() -> None:
 def test_an_interval_grows_with_what_is_open_and_far() -> None:
     c = run(seq=2**22)  # beyond anything measured
     entry, _ = shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
+    entry = replace(entry, least_half=0.0)
     times = estimate(c, entry.coefficients)
 
     def width(**changes: object) -> float:
         low, high = StepInterval(c, replace(entry, **changes), times).ends_s
         return float(np.log(high[0] / low[0]))
 
-    some, every = dict.fromkeys(("gemm", "flash"), 0.9), dict.fromkeys(TIME, 1.0)
+    some, every = dict.fromkeys(("engine", "attention"), 0.9), dict.fromkeys(TIME, 1.0)
     assert width() > width(ranges={}) > width(ranges={}, rows_time=40)
     assert width(rows_time=40) > width(rows_time=40, informed=some)
     known = {"ranges": {}, "informed": every, "noise": 0.02}
@@ -190,7 +191,9 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
 
 def test_a_width_counts_within_measured_ranges_and_by_half_a_doubling_further() -> None:
     c = run(seq=8192)
-    entry = replace(shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0], ranges={})
+    entry = replace(
+        shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0], ranges={}, least_half=0.0
+    )
     times = estimate(c, entry.coefficients)
 
     def half(width: float, least_seq: float) -> float:
@@ -208,7 +211,10 @@ def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:
     c = run(2, tp=[1, 8], dp=[64, 8], gpus=64, pp=1, vpp=1)
     every = dict.fromkeys(TIME, 1.0)
     entry = replace(
-        shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0], ranges={}, noise=1e-6
+        shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")[0],
+        ranges={},
+        noise=1e-6,
+        least_half=0.0,
     )
     times = estimate(c, entry.coefficients)
     half = StepInterval(c, replace(entry, informed=every | {"nvlink": 0.75}), times).half
@@ -222,7 +228,7 @@ def test_doubt_of_a_coefficient_counts_by_what_a_run_depends_on_it() -> None:
 def test_an_unknown_host_is_in_the_interval_of_runs_that_it_decides() -> None:
     c = run(2, hidden=[512, 16384], heads=[8, 128], ffn=[2048, 53248], seq=[2048, 8192])
     entry, _ = shipped().entry(MeasuredAs.of("nobody-2024"), "nowhere", "h")
-    entry = replace(entry, ranges={})
+    entry = replace(entry, ranges={}, least_half=0.0)
     times = estimate(c, entry.coefficients)
     half = StepInterval(c, entry, times).half
     assert half[0] > 1.5 * half[1]

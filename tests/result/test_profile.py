@@ -90,7 +90,7 @@ def test_the_link_comes_from_all_reduces() -> None:
 
 def test_knobs_are_shares_of_what_was_measured() -> None:
     coef = coefficients_of(make())
-    assert coef["gemm"] == pytest.approx(0.8)
+    assert coef["product"] == pytest.approx(0.8)
     assert coef["host_s"] == 1e-3
     assert coef["latency_s"] == pytest.approx(1e-4)
     # 1000 misses 64 by 3 powers of two (8 divides it) and runs at 1.0e11 of 2e11.

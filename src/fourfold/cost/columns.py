@@ -138,6 +138,19 @@ class Columns:
     clock: Floats  # sustained clock share under the power limit, 0..1
     hbm: Floats
     sms: Floats
+    # ... and what kernels reach on it (KernelRates in spec/cluster.py has these fields)
+    product_share: Annotated[Floats, 0.8]
+    narrow_share: Annotated[Floats, 0.85]  # of products in the precision asked for
+    grouped_share: Annotated[Floats, 1.1]
+    attention_share: Annotated[Floats, 0.6]
+    small_head: Annotated[Floats, 1.3]
+    large_head: Annotated[Floats, 0]
+    large_head_backward: Annotated[Floats, 0]
+    forward_keys: Annotated[Floats, 400]
+    backward_keys: Annotated[Floats, 900]
+    backward_rate: Annotated[Floats, 0.88]
+    product_spread: Annotated[Floats, 0.05]
+    attention_spread: Annotated[Floats, 0.2]
     older_flash: Annotated[Floats, 0]  # 1: known to have no attention beyond FlashAttention 2
     link: Floats  # one-way bytes/s of a GPU inside its NVLink domain
     domain: Floats  # ranks in the NVLink domain

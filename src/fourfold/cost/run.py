@@ -13,6 +13,7 @@ from fourfold.cost.columns import BY_COST, DEFAULTS, OPTIMIZERS, Columns, column
 from fourfold.cost.dispatch import OVERLAPS
 from fourfold.cost.power import clock_share
 from fourfold.cost.scaling import scaling_facts
+from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import TYPICAL, Cluster, Device
 from fourfold.spec.engine import Engine
@@ -55,6 +56,13 @@ def model_facts(model: ModelShape) -> dict[str, float]:
     }
 
 
+def padded_vocab(vocab: int, tp: Any, engine: Engine) -> Any:
+    """Return the rows of the embedding and the head: an odd number of them runs a product at a
+    quarter of its rate."""
+    multiple = engine.habits.vocab_multiple * tp
+    return np.ceil(vocab / multiple) * multiple if engine.habits.vocab_multiple else vocab
+
+
 def learned_rows(model: ModelShape) -> float:
     """Rows of the table of positions, -1 for as many as tokens; 0 where they are computed."""
     return float(model.positions.length or -1) if model.positions.kind == "learned" else 0.0
@@ -76,7 +84,27 @@ def device_facts(device: Device, precision: str) -> dict[str, float]:
         "hbm": device.memory_bytes_per_s,
         "sms": float(device.sms),
         "older_flash": float(has_older_flash(device)),
+        **kernel_facts(device, precision),
         "capacity": float(device.memory_bytes),
+    }
+
+
+def kernel_facts(device: Device, precision: str) -> dict[str, float]:
+    """What kernels reach on a device, in the format that products compute in."""
+    rates = catalog.kernel_rates(device)
+    return {
+        "product_share": rates.product,
+        "narrow_share": rates.fp4 if precision == "fp4" else rates.fp8,
+        "grouped_share": rates.grouped,
+        "attention_share": rates.attention,
+        "small_head": rates.small_head,
+        "large_head": rates.large_head,
+        "large_head_backward": rates.large_head_backward,
+        "forward_keys": rates.forward_keys,
+        "backward_keys": rates.backward_keys,
+        "backward_rate": rates.backward_rate,
+        "product_spread": rates.product_spread,
+        "attention_spread": rates.attention_spread,
     }
 
 
@@ -117,6 +145,8 @@ def priced_attention(policy: Policy, engine: Engine, device: Device) -> str:
     kernel of that name, FlashAttention 2; to others whichever they use."""
     if policy.attention in KEEPS_SCORES:
         return "fused-softmax" if engine.habits.fuses_softmax else policy.attention
+    if engine.habits.flash1 and policy.attention in ("auto", "flash"):
+        return "flash1"
     named = policy.attention == "flash" and engine.is_ours
     is_old = named or (policy.attention != "cudnn" and engine.habits.flash2)
     return "flash2" if is_old and has_newer_flash(device) else "flash"
@@ -129,7 +159,8 @@ def policy_facts(policy: Policy, engine: Engine, device: Device) -> dict[str, fl
     overlap = usual.overlap if policy.overlap_kind == "auto" else policy.overlap_kind
     # Activation, rope and residual are calls of their own: torch's engines leave fusing them to the
     # compiler, others have kernels.
-    eager = usual.eager or (usual.counted and not policy.compile)
+    is_compiled = usual.compiled or policy.compile
+    eager = usual.eager or ((usual.counted or usual.plain_norms) and not is_compiled)
     return {
         "fsdp2": float(usual.counted),
         "reserved": usual.reserved,
@@ -146,12 +177,13 @@ def policy_facts(policy: Policy, engine: Engine, device: Device) -> dict[str, fl
         "overlap_tp": float(policy.async_tp or (usual.overlap_tp and policy.sequence_parallel)),
         "prefetch": float(policy.prefetch),
         "fused_qkv": float(policy.fused_projections),
-        "fused_host": 2.0 if policy.cuda_graph else float(usual.compiled or policy.compile),
+        "fused_host": 2.0 if policy.cuda_graph else float(is_compiled),
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
         "our_kernels": float(policy.compile and is_ours),
         "eager": float(eager),
-        "compiled": float(usual.compiled or policy.compile),
+        "fused_norm": float(is_compiled or not usual.plain_norms),
+        "compiled": float(is_compiled),
         "compiled_loss": float(usual.compiles_loss and policy.compile),
     }
 
@@ -233,6 +265,7 @@ def run_facts(
         "batch": run.get("global_batch", spec.batch.global_batch),
         "gpus": run.get("gpus", spec.gpus),
         **{axis: run[axis] for axis in (*MODEL_AXES, *EXPERT_AXES)},
+        "vocab": padded_vocab(spec.model.vocab, run["tp"], engine),
         "dp": run["replicate"] * run["shard"],
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],

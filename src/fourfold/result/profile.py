@@ -206,6 +206,7 @@ def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:
         memory_bytes_per_s=own.bytes_per_s,
         sms=max(1, profile.units // (ranks if on_cpu else 1)),
         power_w=_UNBOUND_POWER_W,
+        kernels="measured",
         source=f"fourfold calibrate on {profile.host}, {profile.made_at}, torch {profile.torch}, "
         f"as one of {ranks} ranks; the power limit is in the sustained rate",
     )

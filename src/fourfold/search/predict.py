@@ -102,6 +102,7 @@ def rough_cpu(ranks: int, cores: int) -> Cluster:
         memory_bytes_per_s=_CORE_BYTES_PER_S * share,
         sms=max(1, round(share)),
         power_w=1e4,
+        kernels="measured",
         source="a guess from the number of cores",
     )
     link = Link(name="host", ranks=ranks, bytes_per_s=1e9, latency_s=1e-4)

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 from fourfold import files
 from fourfold.errors import UserError, inside, nearest
 from fourfold.spec import check, codec, texts
-from fourfold.spec.cluster import Cluster, Device, device_id, stretched
+from fourfold.spec.cluster import Cluster, Device, KernelRates, device_id, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.texts import DATA, data, text
 
 T = TypeVar("T")
+# Of kernels on a GPU that no table knows.
+UNMEASURED = {"product_spread": 0.15, "attention_spread": 0.4, "guessed": ["product", "attention"]}
 _LISTED = 8  # presets of a family in one line of an error
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 _HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -227,6 +229,24 @@ def device(name: str) -> Device:
 @functools.cache
 def _device(key: str) -> Device:
     return codec.decode(Device, {"id": key, **data("devices.toml")["devices"][key]})
+
+
+def kernel_rates(device: Device) -> KernelRates:
+    """Return the rates that kernels reach on a device: those it names, else those of the first
+    known GPU of its generation, else what is usual, with wide spreads."""
+    tables, devices = data("devices.toml")["kernels"], data("devices.toml")["devices"].values()
+    alike = (one["kernels"] for one in devices if one["generation"] == generation_of(device))
+    name = device.kernels or next(alike, "")
+    if name and name not in tables:
+        hint = f"known: {', '.join(tables)}"
+        raise UserError("unknown table of kernels", field="kernels", value=name, hint=hint)
+    return _kernel_rates(name)
+
+
+@functools.cache
+def _kernel_rates(name: str) -> KernelRates:
+    table = data("devices.toml")["kernels"].get(name, UNMEASURED)
+    return codec.decode(KernelRates, table, f"kernels.{name}")
 
 
 def peak_of(name: str, precision: str) -> float | None:

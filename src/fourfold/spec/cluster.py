@@ -39,12 +39,46 @@ PEAK_NAMES = tuple(field.name for field in dataclasses.fields(Peaks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRates:
+    """What kernels sustain on a kind of GPU (`kernels` in data/devices.toml).
+
+    `product` of a large 16-bit one and `attention` of long rows at head size 128: shares of the
+    peak at the sustained clock. `fp8`, `fp4`: shares of their own peaks against `product`;
+    `grouped`: rate of experts' products against one large one. `small_head`: the power by which
+    attention loses on heads under 128; `large_head`, `large_head_backward`: its rate grows with
+    that power of head size over 128. A block of rows costs so many keys beside its own; backwards
+    it has `backward_rate` of the forward rate. Spreads are of logarithms.
+    """
+
+    product: float = 0.8
+    fp8: float = 0.85
+    fp4: float = 0.85
+    grouped: float = 1.1
+    attention: float = 0.6
+    small_head: float = 1.3
+    large_head: float = 0.0
+    large_head_backward: float = 0.0
+    forward_keys: float = 400.0
+    backward_keys: float = 900.0
+    backward_rate: float = 0.88
+    product_spread: float = 0.05
+    attention_spread: float = 0.2
+    guessed: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        shares = ("product", "fp8", "fp4", "grouped", "attention", "backward_rate")
+        check.positive(**{name: getattr(self, name) for name in shares})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU).
 
     `links` x `link_bytes_per_s`, one way, is what joins it to its peers (NVLink); 0: PCIe only.
     `domain`: how many reach each other so. `network_bytes_per_s`: its usual share of a host's
-    network. `generation`: devices whose calibrations stand in for each other.
+    network. `generation`: devices whose calibrations stand in for each other. `kernels`: the table
+    of rates that kernels reach on it (`kernels` in data/devices.toml); '': that of its generation.
     """
 
     id: str
@@ -58,6 +92,7 @@ class Device:
     link_bytes_per_s: Rate | None = None
     source: str = ""
     generation: str = ""
+    kernels: str = ""
     network_bytes_per_s: Rate = 12.5e9  # one card of 100 Gbit/s
     domain: int = 8
 

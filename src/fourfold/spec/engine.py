@@ -104,7 +104,12 @@ class EngineHabits:
     cuts_by_cost: bool = False  # stages as our engine cuts them (count/params.py)
     even_stages: bool = False  # equal stages, only the first and the last may hold fewer layers
     split_loss: bool = True
+    # The vocabulary is padded to a multiple of this on each tensor rank; 0: it is not.
+    vocab_multiple: int = 0
     eager: bool = False
+    # Where its layers are not compiled, norms are operators of their own too, as activation, rope
+    # and residual are; torch has a kernel for them, models of transformers do not call it.
+    plain_norms: bool = False
     compiled: bool = False
     compiles: bool = False  # in new runs, but for a schedule that splits the backward pass
     compiles_loss: bool = False  # where it compiles at all
@@ -132,6 +137,7 @@ class EngineHabits:
     graphs_experts: bool = False  # parts of layers with experts are CUDA graphs
     fuses_softmax: bool = False  # in what it calls unfused attention (Transformer Engine)
     narrow_moments: tuple[str, ...] = ()  # families whose moments its recipes hold in bf16
+    flash1: bool = False  # attention by FlashAttention 1, in Triton
     flash2: bool = False  # attention by FlashAttention 2 on every GPU, not by the GPU's fastest
     attention: str = ""  # the kernel of its measured runs, where newer releases have another
 
@@ -218,6 +224,7 @@ class Engine:
     export: SettingsExport = field(default_factory=SettingsExport)
     reader: str = ""  # folder, module and class that read its logs
     runs_as: str = ""  # the engine that is exported for this name without a date
+    family: str = ""  # of engines that run kernels at one pace; '': in none
     dated: Mapping[str, EngineHabits] = field(default_factory=dict)  # by year
 
     @property
@@ -276,7 +283,7 @@ def _habits(table: Mapping[str, Any], base: EngineHabits, path: str) -> EngineHa
     return _changed(base, fields, path)
 
 
-_OF_ENGINE = ("like", "dated", "runs_as", "called")
+_OF_ENGINE = ("like", "dated", "runs_as", "called", "family")
 
 
 @functools.cache
@@ -294,6 +301,7 @@ def _engine(name: str) -> Engine:
         habits=habits,
         reader=READERS.get(folder, ""),
         runs_as=table.get("runs_as", ""),
+        family=table.get("family", _TABLES[folder].get("family", "")),
         dated={year: _habits(changes, habits, name) for year, changes in dated.items()},
     )
 
@@ -447,6 +455,21 @@ def engine_of(stack: str | MeasuredAs) -> Engine:
     if measured.compiled:
         habits = replace(habits, compiled=True)
     return engine if habits is engine.habits else replace(engine, habits=habits)
+
+
+# Of torch's engines those whose layers are compiled are a family of their own.
+TORCH = "torch"
+
+
+def family_of(measured: MeasuredAs) -> str:
+    """Return the family of engines that run kernels at the pace of these runs: as the engine's
+    folder has it; '' where there is no such engine."""
+    engine = engine_of(measured)
+    if engine.family != TORCH:
+        return engine.family
+    is_eager = measured.date.endswith("eager")
+    compiles = engine.habits.compiled or engine.habits.compiles
+    return f"compiled {TORCH}" if compiles and not is_eager else f"eager {TORCH}"
 
 
 def is_known(stack: str) -> bool:

@@ -21,19 +21,35 @@ import numpy as np
 
 from fourfold import files
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.coefficients import BY_NAME, HOST, LEAN, MEMORY, TIME, defaults
+from fourfold.cost.fit.coefficients import (
+    BY_NAME,
+    HOST,
+    KERNELS,
+    LEAN,
+    MEMORY,
+    PLACES,
+    TIME,
+    defaults,
+)
 from fourfold.cost.fit.ranges import Ranges, joined_ranges
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec, texts
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, family_of
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
+# What an engine of another family says about one whose family is known.
+STRANGE = 0.2
+# What runs say that may be of any year, to some of a known one.
+UNDATED = 0.4
 # A coefficient further from its default is a slip, and overflows what uses it.
 WIDEST_FACTOR = 1e6
 # What no coefficient explains (log) of a stack that nobody measured here: its engine was measured
 # elsewhere; or neither; of runs with experts so much more. Set on folds (docs/accuracy.md).
 ELSEWHERE, NOWHERE, ROUTED = 0.08, 0.11, 1.8
+# Least half of an interval (log) of an engine without any row: folds lack what such runs have
+# (power limits, releases, networks that nobody states).
+STRANGER, ROUTED_STRANGER = 0.30, 0.45
 # What a prediction rests on: runs of this stack on this machine; on one like it, or of other sizes;
 # of this engine elsewhere, or of others on this generation of GPU; formulas and data sheets.
 Provenance = Literal["measured", "near", "blended", "physics"]
@@ -65,6 +81,7 @@ class FittedStack:
     errors_pct: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     basis: Provenance = "measured"
+    least_half: float = 0.0  # of its intervals (log), however little is open
 
     @property
     def stack(self) -> str:
@@ -88,7 +105,7 @@ class FittedStack:
         plain = _rounded(asdict(self))
         plain = {**plain.pop("measured_as"), **plain}
         plain["knobs"] = plain.pop("coefficients")
-        del plain["basis"]  # of a file's entries it is always the same
+        del plain["basis"], plain["least_half"]  # of a file's entries they are always the same
         return {name: value for name, value in plain.items() if value not in ({}, 0, "")}
 
     @classmethod
@@ -190,7 +207,10 @@ class Calibration:
             coefficients=_half_lean(blended.coefficients),
             noise=(ELSEWHERE if elsewhere else NOWHERE) * (ROUTED if measured_as.experts else 1.0),
             ranges=joined_ranges([entry.ranges for entry in kin]),
+            least_half=0.0 if elsewhere else STRANGER,
         )
+        if measured_as.experts and not elsewhere:
+            wide = replace(wide, least_half=ROUTED_STRANGER)
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
 
 
@@ -204,14 +224,20 @@ def _half_lean(coefficients: dict[str, float]) -> dict[str, float]:
 
 def similarity(
     entry: FittedStack, measured_as: MeasuredAs, *, cluster: str, generation: str
-) -> float:
-    """How much one key says about another: same engine, same machine, same GPU, same years."""
-    weight = 1.0 + 4.0 * (entry.measured_as.engine == measured_as.engine != "")
-    weight += 8.0 * (entry.cluster == cluster != "")
-    mine, other = entry.measured_as.year, measured_as.year
-    if mine is not None and other is not None:
-        weight *= exp(-abs(mine - other) / 1.5)
-    return weight * (1.0 if entry.generation == generation else 0.25)
+) -> tuple[float, float]:
+    """Return how much one key says about another's seconds and about its memory: same engine,
+    engines of its family (of seconds), same machine, same GPU, same years."""
+    family, theirs, year = family_of(measured_as), entry.measured_as.year, measured_as.year
+    shared = 4.0 * (entry.measured_as.engine == measured_as.engine != "")
+    shared += 8.0 * (entry.cluster == cluster != "")
+    kin = 4.0 * (family == family_of(entry.measured_as) != "")
+    seconds, memory = (STRANGE if family else 1.0) + kin + shared, 1.0 + shared
+    scale = 1.0 if entry.generation == generation else 0.25
+    if theirs is not None and year is not None:
+        scale *= exp(-abs(theirs - year) / 1.5)
+    elif year is not None:
+        seconds *= UNDATED
+    return scale * seconds, scale * memory
 
 
 def blend(
@@ -224,7 +250,9 @@ def blend(
     """Prior of a key from the others, each coefficient weighted by likeness and information.
 
     The physical default counts as one more, fully informed entry of the same year. Engines get
-    better by the year, so each coefficient may have a small slope over the years.
+    better by the year, so each coefficient may have a small slope over the years. Rates of kernels
+    are facts of the device, what a stack makes of them is its own; what one place shows is said by
+    its entries alone.
     """
     key = (measured_as, cluster)
     kin = [entry for entry in entries if (entry.measured_as, entry.cluster) != key]
@@ -237,7 +265,13 @@ def blend(
     weights, values = np.ones((2, len(kin) + 1, len(usual)))
     values[0] = list(usual.values())
     for i, (entry, weight) in enumerate(zip(kin, like, strict=True), start=1):
-        weights[i] = [weight * entry.informed.get(name, 0.0) for name in usual]
+        elsewhere = () if entry.cluster == cluster else PLACES
+        weights[i] = [
+            0.0
+            if name in KERNELS or name in elsewhere
+            else weight[name in MEMORY] * entry.informed.get(name, 0.0)
+            for name in usual
+        ]
         values[i] = [entry.coefficients.get(name, value) for name, value in usual.items()]
     level = np.exp(_level(weights, ages[:, None], np.log(values))).tolist()
     coef = dict(zip(usual, level, strict=True))

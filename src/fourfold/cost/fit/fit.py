@@ -1,6 +1,6 @@
 """Coefficients that explain measured rows: fits each (stack, cluster) with the others as its prior.
 
-At most six free numbers for time and three for memory per key, and never more than it has rows:
+At most eight free numbers for time and three for memory per key, and never more than it has rows:
 those that explain most, one after the other; the others stay at the prior. Rounds, so that each key
 is fitted under what the others taught. All keys are asked about at once. NumPy only.
 """
@@ -17,7 +17,7 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import ROUTED, FittedStack, blend, states
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIGHT, TIME
 from fourfold.cost.fit.folds import Places, Sample, joined_samples
-from fourfold.cost.fit.interval import StepInterval, counts
+from fourfold.cost.fit.interval import StepInterval, counts, spreads
 from fourfold.cost.fit.ranges import ranges
 from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
@@ -25,7 +25,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.engine import engine_of
 
-MOST_TIME, MOST_MEMORY = 6, 3
+MOST_TIME, MOST_MEMORY = 8, 3
 LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
@@ -116,7 +116,7 @@ def _fit_part(
         coef = {name: value[groups[index]] for name, value in start.items()} | moved
         return misfit(coef, index)
 
-    prior = _prior(asked, names)
+    prior = _prior(asked, [measured[i] for i in places], names)
     every = minimise(residuals, groups, prior, scale=part.scale, begin=prior.mean)
     free = np.zeros(prior.mean.shape, dtype=bool)
     for g, count in enumerate(lengths):
@@ -145,7 +145,7 @@ def _fitted(
     return replace(entry, coefficients=entry.coefficients | value, informed=entry.informed | share)
 
 
-def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
+def _prior(entries: list[FittedStack], measured: list[Sample], names: tuple[str, ...]) -> Prior:
     """[keys, coefficients] around what the other keys say; what is known of a cluster is no
     question of its fits."""
     asked = [BY_NAME[name] for name in names]
@@ -154,7 +154,7 @@ def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
     known = [[name in states().get(entry.cluster, {}) for name in names] for entry in entries]
     return Prior(
         mean=np.clip(mean, low, high),
-        spread=np.broadcast_to([TIGHT * one.spread for one in asked], mean.shape),
+        spread=TIGHT * np.array([spreads(rows.columns, names).mean(axis=0) for rows in measured]),
         low=np.broadcast_to(low, mean.shape),
         high=np.broadcast_to(high, mean.shape),
         free=~np.array(known),

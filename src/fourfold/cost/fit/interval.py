@@ -9,6 +9,7 @@ not a size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,13 +46,30 @@ def sensitivities(c: Columns, entry: FittedStack) -> Floats:
     for i, name in enumerate(TIME):
         coef[name][i] *= np.exp(STEP)
     steps = np.log(np.broadcast_to(estimate(c, coef).step_s, (len(TIME) + 1, len(c))))
-    spread = np.array([BY_NAME[name].spread for name in TIME])
-    return ((steps[:-1] - steps[-1]) / STEP).T * spread
+    return ((steps[:-1] - steps[-1]) / STEP).T * spreads(c, TIME)
+
+
+def spreads(c: Columns, names: Sequence[str]) -> Floats:
+    """[rows, coefficients] of priors (log), those of kernels as the device's rates are known."""
+    found = np.tile([BY_NAME[name].spread for name in names], (len(c), 1))
+    of_device = {"product": c.product_spread, "attention": c.attention_spread}
+    for name in names:
+        if name in of_device:
+            found[:, names.index(name)] = of_device[name]
+    return found
 
 
 def scatter(entry: FittedStack) -> float:
     """Half an interval (log) of runs whose coefficients are all known."""
     return SCATTER * (ROUTED_SCATTER if entry.measured_as.experts else 1.0) * entry.noise
+
+
+def open_slopes(c: Columns, entry: FittedStack) -> Floats:
+    """[runs, coefficients] half widths (log) by what is open of each, with their signs."""
+    open_share = np.array([1.0 - entry.informed.get(name, 0.0) for name in TIME])
+    # Stacks vary less around similar ones than around what is usual.
+    scale = TWO_SIDED_80 * (TIGHT if entry.rows_time else 1.0)
+    return scale * np.sqrt(open_share) * sensitivities(c, entry)
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ class StepInterval:
         each = PER_DOUBLING * (ROUTED_AWAY if self.entry.measured_as.experts else 1.0)
         # Each doubling beyond what was measured takes back half of what its rows said.
         own = 1.0 + (self.entry.width - 1.0) * 0.5**far
-        return np.hypot(own * self.usual, each * far)
+        return np.maximum(self.entry.least_half, np.hypot(own * self.usual, each * far))
 
     @cached_property
     def usual(self) -> Floats:
@@ -97,11 +115,7 @@ class StepInterval:
     @cached_property
     def _doubts(self) -> Floats:
         """[runs, coefficients] half widths (log) by what is open of each."""
-        entry = self.entry
-        open_share = np.array([1.0 - entry.informed.get(name, 0.0) for name in TIME])
-        # Stacks vary less around similar ones than around what is usual.
-        scale = TWO_SIDED_80 * (TIGHT if entry.rows_time else 1.0)
-        return scale * np.sqrt(open_share) * sensitivities(self.c, entry)
+        return open_slopes(self.c, self.entry)
 
     @cached_property
     def _is_net_open(self) -> Bools:

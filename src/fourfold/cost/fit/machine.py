@@ -37,7 +37,8 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
     peak = profile.peak(profile.sustained_dtype)
     assert peak is not None, "the burst itself is one"
     coef = {
-        "gemm": min(0.98, profile.sustained_flops_per_s / peak),  # of the fastest product seen
+        "engine": 1.0,
+        "product": min(0.98, profile.sustained_flops_per_s / peak),  # of the fastest product seen
         "align": _alignment_loss(profile),
         "host_s": profile.layer_launch_s,
     }
@@ -47,7 +48,7 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
         own_peak = profile.peak(best.dtype)
         assert own_peak is not None, "read_profile refuses attention without products"
         shape = NEWER_FLASH.share(best, profile.units)
-        coef["flash"] = best.flops_per_s / own_peak / shape
+        coef["attention"] = best.flops_per_s / own_peak / shape
     points = all_reduces(profile, 0)
     if points:
         coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
@@ -86,7 +87,7 @@ def cpu_coefficients(profile: HardwareProfile, cluster: Cluster) -> dict[str, fl
     own, peak = shared_by(profile, ranks), cluster.device.peak("fp32")
     coef = coefficients_of(profile) | {
         **_CPU,
-        "gemm": own.flops_per_s / peak,
+        "product": own.flops_per_s / peak,
         "cpu_start_s": own.start_s,
         "cpu_byte_s": 0.0,
         "cpu_share": min(1.0, profile.cores / ranks),

@@ -229,9 +229,7 @@ LAYER_PARTS = (
     "host",
 )
 PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
-_FSDP2_FIXED = (
-    0.1  # of what other engines do once per step: logging, clipping, waiting for a number
-)
+_SHORT_FIXED = 0.1  # of what others do once per step: logging, clipping, waiting for a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +320,10 @@ def stage_times(
 
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
-    """Compiled torch engines have almost no overhead of the host once per step."""
-    return coef["fixed_s"] * np.where((c.fsdp2 > 0) & (c.compiled > 0), _FSDP2_FIXED, 1.0)
+    """Compiled torch engines have almost no overhead of the host once per step, nor has a step that
+    is one graph."""
+    is_short = ((c.fsdp2 > 0) & (c.compiled > 0)) | (c.fused_host > 1)
+    return coef["fixed_s"] * np.where(is_short, _SHORT_FIXED, 1.0)
 
 
 def waiting_s(

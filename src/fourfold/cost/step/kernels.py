@@ -158,14 +158,20 @@ def attention_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Float
 
 
 def _flash_shape(c: Columns) -> FlashShape:
-    is_newer = (c.older_flash == 0) & (c.attention != _FLASH2)
-    if is_newer.all():
-        return NEWER_FLASH
-    if not is_newer.any():
-        return FLASH2
+    """As the device has it; of FlashAttention 2 where that leaves a newer device's behind."""
+    last = np.where(c.older_flash > 0, FLASH2.last_blocks, NEWER_FLASH.last_blocks)
+    own = FlashShape(
+        forward_keys=c.forward_keys,
+        backward_keys=c.backward_keys,
+        backward_rate=c.backward_rate,
+        last_blocks=last,
+    )
+    is_older = ((c.attention == _FLASH1) | (c.attention == _FLASH2)) & (c.older_flash == 0)
+    if not is_older.any():
+        return own
     fields = (field.name for field in fields_of(FlashShape))
     return FlashShape(
-        **{n: np.where(is_newer, getattr(NEWER_FLASH, n), getattr(FLASH2, n)) for n in fields}
+        **{n: np.where(is_older, getattr(FLASH2, n), getattr(own, n)) for n in fields}
     )
 
 
@@ -181,17 +187,20 @@ def _flash(
     the causal mask. Head sizes are padded to 32; small heads, short rows and few blocks of rows are
     slower: multiprocessors that have no block left wait for the last ones."""
     shape, padded = _flash_shape(c), 32.0 * np.ceil(head / 32.0)
-    small = np.where(padded < 128.0, 1.25 * padded / (padded + 32.0), 1.0) ** coef["small_head"]
+    is_small, over = padded < 128.0, np.maximum(1.0, padded / 128.0)
+    small = np.where(is_small, 1.25 * padded / (padded + 32.0), 1.0) ** c.small_head
     rows = np.where(c.cp_kind == _RING, c.seq / c.cp, c.seq)
-    kernel = np.where(c.attention == _FLASH1, coef["flash1"], 1.0)
-    kernel = np.where(c.attention == _FLASH2, OLDER_KERNEL, kernel)
+    is_older = (c.attention == _FLASH1) | (c.attention == _FLASH2)
+    kernel = np.where(is_older & (c.older_flash == 0), OLDER_KERNEL, 1.0)
+    kernel = np.where(c.attention == _FLASH1, kernel * coef["flash1"], kernel)
     # Steps of a ring run two at a time: one begins where the other ends.
     is_ring = (c.cp_kind == _RING) & (c.cp > 1)
     filled = np.where(is_ring, 1.0, shape.filled(blocks, c.sms))
-    rate = c.peak * c.clock * coef["flash"] * kernel * small * filled
+    rate = c.peak * c.clock * c.attention_share * coef["attention"] * kernel * small * filled
     forward = 2.0 * pairs * padded * (1.0 + shape.forward_keys / rows) / rate
     backward = 5.0 * pairs * padded * (1.0 + shape.backward_keys / rows) / rate
-    return forward, backward / shape.backward_rate
+    backward = backward / (shape.backward_rate * over**c.large_head_backward)
+    return forward / over**c.large_head, backward
 
 
 def _square(
@@ -205,7 +214,8 @@ def _square(
     """
     shape = head / (head + 64.0) * np.maximum(0.25, 1.0 - coef["align"] * misalignment(head))
     slow128 = np.where(head == 128.0, coef["head128"], 1.0)
-    product = 4.0 * pairs * head * slow128 / (c.peak * c.clock * coef["gemm"] * shape)
+    rate = c.peak * c.clock * c.product_share * coef["product"] * shape
+    product = 4.0 * pairs * head * slow128 / rate
     per_rank = np.floor(c.heads / c.tp) * micro
     fused = (c.attention == _FUSED) & (np.mod(per_rank, 4.0) == 0.0)
     scores = 2.0 * pairs * coef["softmax"] / c.hbm * np.where(fused, 1.0, 2.5)

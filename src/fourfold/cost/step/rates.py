@@ -41,6 +41,12 @@ EXACT = 0.67
 SENT_ALONE = 0.2
 
 
+# Kinds of operations that a GPU computes: an engine's pace is that of its kernels.
+KERNELS = frozenset(
+    ("product", "grouped product", "attention", "norm", "elementwise", "cast", "copy")
+)
+
+
 @dataclass(slots=True)
 class Rates:
     """Of these runs by these coefficients. What operations share is computed once."""
@@ -55,7 +61,8 @@ class Rates:
         """A method for each kind of kernel, and for each axis whose messages are more than gathers
         and scatters among neighbours."""
         kind = op.axis.partition(" ")[0] if op.kind == "collective" else op.kind
-        return op.share * getattr(self, kind.replace(" ", "_"), self.near)(op)
+        seconds = op.share * getattr(self, kind.replace(" ", "_"), self.near)(op)
+        return seconds * self.coef["engine"] if op.kind in KERNELS else seconds
 
     def product(self, op: Op) -> Floats:
         c = self.c
@@ -64,7 +71,7 @@ class Rates:
 
     def grouped_product(self, op: Op) -> Floats:
         """One kernel for all experts of a rank."""
-        rate = self._rate(op.narrow) * self.coef["grouped"]
+        rate = self._rate(op.narrow) * self.c.grouped_share * self.coef["grouped"]
         is_weights = op.phase == "weights"
         return grouped_s(op, rate=rate, hbm=self.c.hbm, is_weights=is_weights)
 
@@ -81,12 +88,12 @@ class Rates:
 
     def _product_rate(self, narrow: bool) -> Floats:
         c, coef = self.c, self.coef
-        rate = c.peak * c.clock * coef["gemm"]
+        rate = c.peak * c.clock * c.product_share * coef["product"]
         is_low = (c.precision == _FP8) | (c.precision == _FP4)
         if not narrow or not is_low.any():
             return rate
-        low = c.peak_low * c.clock * coef["gemm"] * coef["fp8"] * c.scaled_rate
-        return np.where(is_low, low, rate)
+        low = c.peak_low / c.peak * c.narrow_share * coef["fp8"] * c.scaled_rate
+        return np.where(is_low, rate * low, rate)
 
     def attention(self, op: Op) -> Floats:
         return self._core_s(op.phase, op.m)
@@ -210,7 +217,9 @@ def rates_of(c: Columns, coef: Coefficients) -> Rates:
 
 class CpuRates(Rates):
     def product(self, op: Op) -> Floats:
-        return 2.0 * op.m * op.n * op.k / (self.c.peak * self.coef["gemm"])
+        return (
+            2.0 * op.m * op.n * op.k / (self.c.peak * self.c.product_share * self.coef["product"])
+        )
 
     def grouped_product(self, op: Op) -> Floats:
         return op.groups * self.product(op)

@@ -332,11 +332,12 @@ def _machine(cells: Cells, clusters: Mapping[str, Cluster]) -> Cluster:
 def _beyond(cells: Cells, cluster: Cluster) -> dict[str, float]:
     words, kernel = cells.words, cells["attention"]
     facts = {
-        "fused_norm": float(not words.plain_norm),
         "split_inputs": float(words.split_inputs),
         "slow": float(words.slow_network),
         **_modules(set(cells["recompute_modules"].split())),
     }
+    if words.plain_norm:
+        facts["fused_norm"] = 0.0
     if _names_settings(cells):
         scope = cells["cuda_graph"]
         facts["graphed"] = float(scope.startswith(_SOME_GRAPHS) and "moe_router" in scope)
