@@ -16,14 +16,25 @@ import fourfold
 from fourfold.commands.fit import fold_tables
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.accuracy import FoldScore, Score, group_labels, timed_rows
-from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, Calibration, shipped
+from fourfold.cost.fit.calibration import (
+    ELSEWHERE,
+    NOWHERE,
+    ROUTED_STRANGER,
+    STRANGER,
+    Calibration,
+    blend,
+    shipped,
+)
+from fourfold.cost.fit.coefficients import defaults
 from fourfold.cost.fit.fit import fit_entries
-from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample
+from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out, sample, undated
+from fourfold.cost.fit.interval import StepInterval
 from fourfold.cost.fit.validate import held_out, left_out_of
+from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.events import OnEvent
 from fourfold.search.alternatives import tie_width
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, family_of
 from fourfold.verbs.fit import Scores, score
 from fourfold.verbs.requests import ScoreRequest
 from tests.cost.test_fit import table
@@ -175,3 +186,69 @@ def test_layouts_a_tie_apart_are_in_order_four_times_in_five() -> None:
     assert min(len(near), len(tied), len(far)) > 30
     assert 0.5 < near.mean() < 0.8
     assert 0.7 < tied.mean() < 0.95 < far.mean()
+
+
+def test_by_time_only_what_ran_before_teaches() -> None:
+    """The year of a row is that of its stack's name where no column has it; one without any is
+    neither taught nor asked."""
+    tables = [table("mpt"), table("par4d"), table("bloom")]
+    unsaid = replace(tables[2].table, texts={**tables[2].table.texts, "stack": ["megatron"] * 70})
+    tables[2] = replace(tables[2], table=unsaid)
+    found = list(left_out(tables, "time"))
+    assert len(found) == 1  # none ran after 2024
+    (scored, gone) = found[0]
+    assert np.array_equal(scored[1], tables[1].usable)
+    assert not scored[0].any()
+    assert not gone[0].any()
+    assert gone[2].sum() == tables[2].usable.sum() == undated(tables)
+
+
+def test_families_are_left_out_whole() -> None:
+    tables = [table("mpt"), table("par4d"), table("bloom")]
+    gone = [[bool(one.any()) for one in out] for _, out in left_out(tables, "family")]
+    assert sorted(gone) == [[False, False, True], [False, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("stack", "family"),
+    [
+        ("nemo-2025", "NVIDIA"),
+        ("megatron-deepspeed-2022", "academic Megatron"),
+        ("torchtitan", "compiled torch"),
+        ("torchtitan-2025-eager", "eager torch"),
+        ("fms-fsdp-2024-compile", "compiled torch"),
+        ("nanotron", "eager torch"),
+        ("maxtext", "JAX"),
+        ("nobody-2024", ""),
+    ],
+)
+def test_an_engine_is_of_the_family_that_its_folder_names(stack: str, family: str) -> None:
+    assert family_of(MeasuredAs.of(stack)) == family
+
+
+def test_kernels_and_places_are_not_handed_on() -> None:
+    """Rates of kernels are the device's, whatever other stacks made of them."""
+    mine = MeasuredAs.of("nemo-2025")
+    known = replace(shipped().entries[0], measured_as=mine, cluster="here", coefficients=defaults())
+    learned = {"product": 0.8, "attention": 0.5, "jitter": 0.02, "engine": 1.3}
+    known = replace(
+        known,
+        coefficients=known.coefficients | learned,
+        informed=dict.fromkeys(learned, 1.0),
+    )
+    usual = defaults()
+    for where, handed in (("here", {"jitter", "engine"}), ("elsewhere", {"engine"})):
+        prior = blend((known,), MeasuredAs.of("nemo-2024"), cluster=where, generation="h")
+        now = prior.coefficients
+        moved = {name for name in learned if now[name] != pytest.approx(usual[name])}
+        assert moved == handed
+
+
+def test_nobodys_interval_is_never_narrow() -> None:
+    known = shipped()
+    for name, least in (("nobody-2024", STRANGER), ("nobody with experts", ROUTED_STRANGER)):
+        entry, _ = known.entry(MeasuredAs.of(name), "nowhere", "h")
+        assert entry.least_half == least
+        c = table("par4d").columns.take(np.arange(3))
+        assert (StepInterval(c, entry, estimate(c, entry.coefficients)).half >= least).all()
+    assert known.entry(MeasuredAs.of("nemo-2030"), "nowhere", "h")[0].least_half == 0.0

@@ -16,6 +16,7 @@ from fourfold.output import Output
 from fourfold.show.pictures import accuracy_picture
 from fourfold.spec import check
 from fourfold.text_table import Grid, named, or_dash, table
+from fourfold.units import counted
 from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import FitRequest, ScoreRequest
 
@@ -107,12 +108,13 @@ def score(args: Arguments, show: OnEvent) -> Output:
     alone, --few-shot fits the 10 runs per stack and cluster that 'fit --suggest' names. A source is
     one file. --folds leaves out each layout, neighbourhoods (all runs that share all but one
     setting), each source (the column of that name), GPU type, engine and cluster at once (abroad),
-    model, value of tp, cp, pp, sequence, range of dp, nodes and model size, and the largest worlds:
-    a table of all kinds of folds, sources alike (pooled: all rows alike), and one of all sources
-    (each source in each kind: --format json). --pairs: of runs over 2% apart of which all but one
-    setting (micro batch, precision, recompute, dispatcher, overlap, routing, capacity) are the
-    same, whether the faster one was predicted to be, and by how much their ratio was missed. Score:
-    width of the 80% interval and ten times what lies outside, of logarithms, in percent.
+    family of engines, year from 2024 on (with all that ran later; rows without one are in none of
+    these), model, value of tp, cp, pp, sequence, range of dp, nodes and model size, and the largest
+    worlds: a table of all kinds of folds, sources alike (pooled: all rows alike), and one of all
+    sources (each source in each kind: --format json). --pairs: of runs over 2% apart of which all
+    but one setting (micro batch, precision, recompute, dispatcher, overlap, routing, capacity) are
+    the same, whether the faster one was predicted to be, and by how much their ratio was missed.
+    Score: width of the 80% interval and ten times what lies outside, of logarithms, in percent.
     """
     answer = fourfold.score(options.load(ScoreRequest, args), on_event=show)
     if args.picture:
@@ -121,6 +123,8 @@ def score(args: Arguments, show: OnEvent) -> Output:
         show(Event(f"picture in {args.picture}"))
     scores = table((row for row in answer.scores if row.how not in KINDS), *_NUMBERS)
     more = [part for grid in (*_pairs_tables(answer), *fold_tables(answer)) for part in ("", grid)]
+    if answer.undated:
+        more += ["", f"{counted(answer.undated, 'row')} without a date in no fold by time"]
     return Output.of(answer, lambda: [scores, *more])
 
 

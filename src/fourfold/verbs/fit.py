@@ -12,7 +12,7 @@ from fourfold import door
 from fourfold.cost.fit.accuracy import FoldScore, Result, Score, fold_scores, study
 from fourfold.cost.fit.calibration import Calibration, FittedStack, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
-from fourfold.cost.fit.folds import sample
+from fourfold.cost.fit.folds import sample, undated
 from fourfold.cost.fit.pairs import PairScore, pair_scores
 from fourfold.cost.fit.validate import calibrate, suggest
 from fourfold.cost.table.cells import impossible
@@ -158,7 +158,7 @@ def _own_runs(tables: list[Rows]) -> str:
 
 
 def _fixed(text: str) -> tuple[str, float]:
-    """'flash=0.73' as a coefficient within the bounds that a fit has too."""
+    """'attention=0.9' as a coefficient within the bounds that a fit has too."""
     name, _, number = text.partition("=")
     known = BY_NAME.get(name)
     if known is None:
@@ -206,19 +206,23 @@ class ScoreRow:
 @dataclass(frozen=True, slots=True)
 class Scores(Answer):
     """Scores of tables and of sources; `folds`: each kind of fold, `pairs`: of runs that differ in
-    one setting, None where they were not asked for. `results`: with the predictions behind them."""
+    one setting, `undated`: rows that folds by time leave out; None where they were not asked for.
+    `results`: with the predictions behind them."""
 
     TABLE = "scores"
     scores: tuple[ScoreRow, ...]
     folds: tuple[FoldScore, ...] | None
     pairs: tuple[PairScore, ...] | None
+    undated: int | None
     results: Annotated[tuple[Result, ...], codec.HIDDEN]
 
     @classmethod
-    def of_results(cls, results: tuple[Result, ...], *, pairs: bool) -> Scores:
+    def of_results(
+        cls, results: tuple[Result, ...], *, pairs: bool, no_date: int | None = None
+    ) -> Scores:
         scores = tuple(ScoreRow(one.how, one.score, one.free) for one in results)
         compared = pair_scores(results) if pairs else ()
-        return cls(scores, fold_scores(results) or None, compared or None, results)
+        return cls(scores, fold_scores(results) or None, compared or None, no_date, results)
 
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
@@ -233,4 +237,5 @@ def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
     # As 'predict' reads them, where nothing is fitted again by the names in the table.
     tables = [_read(path, on_event, None if how else known) for path in request.rows]
     results = study(tables, known, asked=how, tell=notes(on_event))
-    return Scores.of_results(results, pairs=request.pairs)
+    no_date = undated(tables) if request.folds else None
+    return Scores.of_results(results, pairs=request.pairs, no_date=no_date)

@@ -1,4 +1,5 @@
-"""Rows that an exam leaves out together: by layout, neighbourhood, source, axis, engine, cluster.
+"""Rows that an exam leaves out together: by layout, neighbourhood, source, axis, engine, cluster,
+family of engines, time.
 
 Folds by layout: sha256 of the values as the CSV has them, joined by '|', modulo 5, of the columns
 that were varied by hand in a table, so that no row is predicted by its twin. Still a held-out
@@ -12,6 +13,7 @@ Measured rows of many tables as one sample, by stack and cluster.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec import catalog
-from fourfold.spec.engine import MeasuredAs
+from fourfold.spec.engine import MeasuredAs, family_of
 from fourfold.spec.layout import MODEL_AXES
 
 Places = NDArray[np.intp]
@@ -107,7 +109,10 @@ BY_TABLE: dict[str, list[str]] = catalog.data("folds.toml")
 # In folds along an axis only rows whose stack and cluster keep some rows are scored: the others are
 # a source left out.
 AXES = (*MODEL_AXES, "dp", "nodes", "size", "seq", "model", "world")
-KINDS = ("layout", "near", "source", "gpu", "abroad", *AXES)
+KINDS = ("layout", "near", "source", "gpu", "abroad", "family", "time", *AXES)
+# By time a fit knows what ran before the first day of such a year, and is asked for what ran from
+# then on until the next one.
+YEARS = (2024, 2025, 2026)
 # Neighbourhoods of a stack and cluster that are left out, one by one, where it has so many rows.
 NEIGHBOURHOODS, MANY_ROWS = 8, 30
 
@@ -128,6 +133,8 @@ def left_out(tables: Sequence[Rows], kind: str) -> Iterator[Fold]:
         yield from _neighbourhoods(tables)
     elif kind == "abroad":
         yield from _abroad(tables)
+    elif kind == "time":
+        yield from _times(tables)
     else:
         named = [labels(rows, kind) for rows in tables]
         found = (label[rows.usable] for rows, label in zip(tables, named, strict=True))
@@ -157,6 +164,40 @@ def _abroad(tables: Sequence[Rows]) -> Iterator[Fold]:
             for rows, family in zip(tables, families, strict=True)
         ]
         yield [a & b for a, b in both], [a | b for a, b in both]
+
+
+def years(rows: Rows) -> Floats:
+    """Return the year of each row, by its date or the day it was measured, else by its stack's
+    name or its source; NaN where nothing says it."""
+    columns = (rows.table.column(name) for name in ("date", "measured", "stack", "source"))
+    return np.array(
+        [
+            _year(date) or _year(measured) or MeasuredAs.of(stack).year or _year(source) or np.nan
+            for date, measured, stack, source in zip(*columns, strict=True)
+        ]
+    )
+
+
+def _year(text: str) -> int | None:
+    found = re.search(r"(?<!\d)20\d\d(?!\d)", text)
+    return int(found[0]) if found else None
+
+
+def undated(tables: Sequence[Rows]) -> int:
+    """Return how many rows folds by time leave out, since nothing says when they ran."""
+    return sum(int((rows.usable & np.isnan(years(rows))).sum()) for rows in tables)
+
+
+def _times(tables: Sequence[Rows]) -> Iterator[Fold]:
+    dates = [years(rows) for rows in tables]
+    for first, end in zip(YEARS, (*YEARS[1:], np.inf), strict=True):
+        asked = [
+            rows.usable & (date >= first) & (date < end)
+            for rows, date in zip(tables, dates, strict=True)
+        ]
+        gone = [rows.usable & ~(date < first) for rows, date in zip(tables, dates, strict=True)]
+        if any(rows.any() for rows in asked):
+            yield asked, gone
 
 
 def _neighbourhoods(tables: Sequence[Rows]) -> Iterator[Fold]:
@@ -214,6 +255,8 @@ def labels(rows: Rows, kind: str) -> NDArray[np.str_]:
         return np.array(rows.table.column("source"), dtype=str)
     if kind == "gpu":
         return rows.hardware
+    if kind == "family":
+        return np.array([family_of(runs) for runs in rows.measured_as.tolist()], dtype=str)
     if kind == "world":
         return np.where(_is_largest(rows), "largest", "")
     if kind == "model":

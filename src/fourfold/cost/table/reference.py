@@ -154,7 +154,9 @@ SETTING_COLUMNS = (
     "nvlink_domain",
 )
 OVERLAP_WORDS = ("grad-reduce", "param-gather", "tp")
-SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS, *SETTING_COLUMNS)
+# When a row was measured, or published.
+DATE_COLUMNS = ("date", "measured")
+SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS, *SETTING_COLUMNS, *DATE_COLUMNS)
 BATCH = 4096
 PLAIN_BYTES = 2**20
 MARK = "\x1f"  # the unit separator of ASCII; no table has it

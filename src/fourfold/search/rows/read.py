@@ -32,6 +32,7 @@ from fourfold.cost.table.cells import (
 )
 from fourfold.cost.table.open_fields import fill_layouts, fill_open, open_fields, open_layouts
 from fourfold.cost.table.reference import (
+    DATE_COLUMNS,
     INCOMPLETE,
     REFERENCE_COLUMNS,
     SCHEMA,
@@ -55,7 +56,7 @@ _COLUMN = {
 }
 # What differs between rows of one run: a label, what was measured, its batch and layout.
 _STATED = ("seq_len", "global_batch", "gpus")
-_OWN = {"row_id", "source", "model", "note", "flop_rule", "status", *MEASURED}
+_OWN = {"row_id", "source", "model", "note", "flop_rule", "status", *MEASURED, *DATE_COLUMNS}
 _OWN |= {_COLUMN[name] for name in (*_STATED, *MODEL_AXES, *EXPERT_AXES)}
 _OWN |= {_COLUMN[name] for name in ("dp", "virtual_stages", "micro_batch")}
 _SHARED = tuple(name for name in SCHEMA if name not in _OWN)
