@@ -33,10 +33,11 @@ from fourfold.cost.fit.folds import Bools, keys_of
 from fourfold.cost.fit.validate import others_of
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import SCHEMA, RowTable, read_table
-from fourfold.cost.table.rows import Rows, parse
+from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError, inside
 from fourfold.escape import csv_text, toml_text
 from fourfold.page.document import grid_html, still_document
+from fourfold.search.rows.read import parse
 from fourfold.spec import check, codec, texts
 from fourfold.text_table import Grid, Part, named, or_dash, render, table
 from fourfold.units import plain_float
