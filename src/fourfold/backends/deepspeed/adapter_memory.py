@@ -18,6 +18,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 from torch import Tensor, nn
 
+from fourfold import files
 from fourfold.backends.deepspeed.shims import nothing_compiled
 from fourfold.backends.transformers.adapter_memory import (
     CLIP,
@@ -37,6 +38,7 @@ from fourfold.result.one_rank import (
     RankMemoryCount,
     RankMemoryRequest,
 )
+from fourfold.spec.texts import parse_json
 
 _ADDRESS_UNIT = 512  # addresses of a GPU's allocator are multiples
 
@@ -108,13 +110,13 @@ def read_job(request: RankMemoryRequest) -> EngineJobReply:
     there is the job's."""
     job = job_of(request)
     try:
-        table = json.loads(Path(request.arguments[-1]).read_text(encoding="utf-8"))
+        table = parse_json(files.read_text(request.arguments[-1], field="config"))
         return EngineJobReply(job=_job_of_settings(job, table))
-    except (LookupError, OSError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         return EngineJobReply(refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _job_of_settings(job: EngineJob, table: dict[str, Any]) -> EngineJob:
+def _job_of_settings(job: EngineJob, table: object) -> EngineJob:
     if not isinstance(table, dict):
         raise TypeError("it is no JSON object")
     stage = _value(table, "zero_optimization.stage") or 0
