@@ -9,17 +9,20 @@ import pytest
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.params import model_params
 from fourfold.cost.count.tensors import layer_tensors
+from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.kinds import kinds_of
 from fourfold.cost.memory.stage import stage_weights, stages
 from fourfold.cost.ops.muon import iterations, shapes
 from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.run import columns_of
+from fourfold.cost.step.rates import rates_of
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.search.query import usual_cluster
+from fourfold.search.resolve import resolve
 from fourfold.spec import catalog
-from fourfold.spec.engine import engine_of
+from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
-from fourfold.spec.muon import Muon, iteration_flops
+from fourfold.spec.muon import IterationDtype, Muon, iteration_flops
 from fourfold.spec.run import RunSpec
 from tests.specs import run_spec
 
@@ -123,3 +126,21 @@ def test_moments_are_those_of_a_dry_run(layout):
 
     (counted, predicted), (of_adamw, all_of_adamw) = moments("muon"), moments("adamw")
     assert of_adamw - counted == pytest.approx(all_of_adamw - predicted, rel=1e-3)
+
+
+def test_iterations_take_seconds_by_the_rate_of_their_format():
+    """A GPU's fp32 products take several times as long as those in bf16; none beats its peak."""
+
+    def seconds(dtype: IterationDtype) -> float:
+        spec = run("llama-3.1-8b", "dp8", sharding="zero1", muon=Muon(dtype=dtype))
+        c = columns(spec)
+        cluster = usual_cluster(catalog.device("h100-80gb"), spec.gpus)
+        entry = resolve(MeasuredAs.of("fourfold"), cluster, shipped()).entry
+        rates = rates_of(c, entry.coefficients)
+        done = [op for op in once(c) if op.kind == "iteration product"]
+        ideal_s = flops(done) / of_one(c.peak * c.muon_peak)
+        found = sum(of_one(rates.seconds(op)) for op in done)
+        assert ideal_s < found < 4.0 * ideal_s
+        return found
+
+    assert seconds("fp32") > 3.0 * seconds("bf16")

@@ -43,7 +43,16 @@ SENT_ALONE = 0.2
 
 # Kinds of operations that a GPU computes: an engine's pace is that of its kernels.
 KERNELS = frozenset(
-    ("product", "grouped product", "attention", "norm", "elementwise", "cast", "copy")
+    (
+        "product",
+        "grouped product",
+        "iteration product",
+        "attention",
+        "norm",
+        "elementwise",
+        "cast",
+        "copy",
+    )
 )
 
 
@@ -78,7 +87,7 @@ class Rates:
     def iteration_product(self, op: Op) -> Floats:
         """Of an optimizer's iteration, in a format of its own."""
         c, coef = self.c, self.coef
-        rate = c.peak * c.muon_peak * c.clock * coef["gemm"]
+        rate = c.peak * c.muon_peak * c.clock * c.product_share * coef["product"]
         return gemm_s(op.m, op.n, op.k, rate=rate, hbm=c.hbm, sms=c.sms, coef=coef)
 
     def _rate(self, narrow: bool) -> Floats:
