@@ -188,6 +188,9 @@ def values(found: Any, config: Any) -> dict[str, Any]:
             "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_experts",
             "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "cuda_graph_impl",
             "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap",
+            "optimizer", "use_layer_wise_distributed_optimizer", "muon_momentum", "muon_nesterov",
+            "muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps",
+            "muon_coefficient_type", "muon_tp_mode",
         )
     }  # fmt: skip
     return plain | {

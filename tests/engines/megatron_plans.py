@@ -1,5 +1,5 @@
 """What plans export for Megatron: questions drawn by a seed from a grid of models, GPUs, formats,
-contexts and levers, five kinds in turn; and what Megatron should make of each answer."""
+contexts and levers, six kinds in turn; and what Megatron should make of each answer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,21 @@ UNEVEN = (
     ("llama-3.1-405b", (512, 1024), 16),
     ("deepseek-v3", (512,), 16),
 )
-KINDS = ("dense", "experts", "fp8", "long context", "uneven stages")
+KINDS = ("dense", "experts", "fp8", "long context", "uneven stages", "muon")
 
 
 def _shape(name: str) -> ModelShape:
     return shape_of(OWN_13B) if name == "own-13b" else catalog.model(name)
+
+
+def drawn_muon(dice: Random) -> dict[str, Any]:
+    """Return a recipe of Muon, of those that Megatron has."""
+    return {
+        "placement": dice.choice(("owner", "blocks")),
+        "scale": dice.choice(("match-rms", "original")),
+        "coefficients": dice.choice(("simple", "quintic")),
+        "nesterov": dice.random() < 0.5,
+    }
 
 
 def drawn(dice: Random, kind: str) -> PlanRequest:
@@ -64,6 +74,8 @@ def drawn(dice: Random, kind: str) -> PlanRequest:
     elif kind == "long context":
         seq_len = dice.choice((32768, 131072))
         policy["cp_kind"] = dice.choice(("ring", "allgather", "ulysses"))
+    elif kind == "muon":
+        policy |= {"optimizer": "muon", "muon": drawn_muon(dice)}
     elif stages:
         layout = f"pp{stages[0]}"
     if has_experts:
@@ -150,7 +162,7 @@ def expected_values(request: PlanRequest, plan: Exported) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "num_experts": model.experts or None,
         "cross_entropy_fusion_impl": "native",
-        "use_distributed_optimizer": policy.zero >= 1,
+        "use_distributed_optimizer": policy.zero >= 1 and policy.optimizer != "muon",
         "use_megatron_fsdp": policy.zero >= 2,
         "num_distributed_optimizer_instances": layout.replicate,
         "overlap_moe_expert_parallel_comm": policy.overlap_exchange
@@ -171,9 +183,27 @@ def expected_values(request: PlanRequest, plan: Exported) -> dict[str, Any]:
         values["data_parallel_sharding_strategy"] = _STRATEGIES[policy.zero]
     if layout.cp > 1:
         values["cp_comm_type"] = _KINDS_OF_CP[policy.cp_kind]
+    if policy.optimizer == "muon":
+        values |= _muon(policy)
     if policy.cuda_graph:
         values |= {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
     return values
+
+
+def _muon(policy: Policy) -> dict[str, Any]:
+    muon = policy.muon
+    matched = muon.scale == "match-rms"
+    return {
+        "optimizer": "muon",
+        "use_layer_wise_distributed_optimizer": policy.zero >= 1,
+        "muon_momentum": muon.momentum,
+        "muon_nesterov": muon.nesterov,
+        "muon_scale_mode": "spectral" if matched else "shape_scaling",
+        "muon_extra_scale_factor": 0.2 if matched else 1.0,
+        "muon_num_ns_steps": 5,
+        "muon_coefficient_type": muon.coefficients,
+        "muon_tp_mode": {"owner": "duplicated", "blocks": "distributed"}[muon.placement],
+    }
 
 
 def _dtype(policy: Policy) -> str:

@@ -15,7 +15,7 @@ from fourfold.spec.engine import EXPORTS
 from tests.engines.megatron_plans import KINDS, case_of, expected_values, exported
 from tests.engines.sampled import asked, verdict
 
-PLANS = 20
+PLANS = 24
 # Options whose check asks Transformer Engine for a version or a kernel.
 BY_TRANSFORMER_ENGINE = {
     "--position-embedding-type",

@@ -49,7 +49,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "virtual_stages": (1, 2, 3),
     "recompute": ("none", "selective", "norm+mlp", "full", "every-2", "block-1"),
     "attention": ("flash", "cudnn", "unfused", "fused-softmax"),
-    "optimizer": ("adamw-plain",),
+    "optimizer": ("adamw-plain", "muon"),
     "compile": (True, False),
     "cuda_graph": (True,),
     "async_tp": (True,),

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.engine import engine_of
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, RopeScaling
+from fourfold.spec.muon import Muon
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from tests.engines.sampled import EXPERTS, MODELS, sampled
@@ -105,9 +107,38 @@ def test_the_files_for_an_engine_have_these_texts(engine, said, there, missing) 
     assert [one for one in missing if one in text] == []
 
 
+def with_muon(drawn: Sequence[Setup]) -> list[Setup]:
+    """Those of them that Megatron has with Muon, by every placement and scale in turn."""
+    recipes = (Muon(), Muon(placement="blocks", nesterov=False), Muon(scale="original"))
+    changed = [
+        replace(one, policy=replace(one.policy, optimizer="muon", muon=recipes[number % 3]))
+        for number, one in enumerate(drawn)
+        if one.policy.zero < 2 and one.policy.precision != "fp16" and one.layout.replicate == 1
+    ]
+    assert len(changed) > 60
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "refused"),
+    [
+        ("dp32 tp2", {"precision": "fp16"}, "policy.precision=fp16"),
+        ("dp2x16 tp2", {}, "layout.replicate=2"),
+        ("dp32 tp2", {"sharding": "zero3"}, "policy.sharding=zero3"),
+        ("dp32 tp2", {"muon": Muon(dtype="fp32")}, "policy.muon.dtype=fp32"),
+        ("dp32 tp2", {"muon": Muon(matrices="no-router")}, "policy.muon.matrices=no-router"),
+    ],
+)
+def test_megatron_refuses_of_muon_what_its_optimizer_lacks(layout, fields, refused) -> None:
+    one = setup(layout, optimizer="muon", **fields)
+    with pytest.raises(UserError, match=f"{refused} is not supported by megatron"):
+        export.write_folder("megatron", one)
+
+
 def test_every_exported_name_is_megatrons_own() -> None:
     """Over 300 sampled layouts: names, whether a value follows, and closed choices."""
-    for one in (*sampled("megatron", 240), *sampled("megatron", 60, EXPERTS["megatron"])):
+    drawn = (*sampled("megatron", 240), *sampled("megatron", 60, EXPERTS["megatron"]))
+    for one in (*drawn, *with_muon(drawn)):
         for name, values in flags_of(one).items():
             if name in FLAGS["switches"]:
                 assert values == []

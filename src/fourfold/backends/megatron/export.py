@@ -306,6 +306,12 @@ def _muon(setup: Setup, engine: Engine) -> Flags:
         raise no_setting(engine.name, "policy.optimizer", "muon", "adamw, or --export megatron")
     if setup.policy.zero >= 2:
         raise no_setting("megatron", "policy.sharding", setup.policy.sharding, "zero1, with muon")
+    # Its parser takes these two; its optimizer raises when it is made (0.18.2 and 0.19.2).
+    if setup.policy.precision == "fp16":
+        raise no_setting("megatron", "policy.precision", "fp16", "bf16-mixed, with muon")
+    if setup.layout.replicate > 1:
+        hint = f"dp={setup.layout.dp}, with muon"
+        raise no_setting("megatron", "layout.replicate", setup.layout.replicate, hint)
     if muon.dtype != "bf16":
         raise no_setting("megatron", "policy.muon.dtype", muon.dtype, "bf16")
     if muon.matrices != "layers":
