@@ -1,7 +1,8 @@
 """Run by test_checkpoint.py in a process of its own: forks four ranks, prints one JSON of findings.
 
 Which: `pairs` saves under every layout and loads under every other; `resume` goes from layout to
-layout; `policies` changes projections, copies of weights and AdamW; `quick` has a few of each.
+layout; `muon` does so on two ranks; `policies` changes projections, copies of weights and AdamW;
+`quick` has a few of each.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.spec.muon import Muon, Placement
 from fourfold.spec.run import RunSpec
 from tests.engine.forked import on_ranks
 from tests.specs import run_spec
 
-RANKS = 4
+RANKS, RANKS_OF = 4, {"muon": 2}
 CPU = torch.device("cpu")
 # Each axis, each kind of sharding, copies x shards, and axes together.
 LAYOUTS = {
@@ -142,6 +144,34 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"gaps": gaps, "losses": losses}
 
 
+def muon(folder: Path) -> dict[str, Any]:
+    """Blocks of tensor ranks, then whole matrices of weights that ZeRO-3 divides."""
+
+    def on(layout: str, sharding: str, placement: Placement = "owner") -> Trainer:
+        recipe = Muon(dtype="fp64", placement=placement)
+        return trainer_of(spec_of(layout, sharding, optimizer="muon", muon=recipe))
+
+    straight = run(on("tp2", "zero1", "blocks"), 0, 6)
+    first = on("tp2", "zero1", "blocks")
+    losses = run(first, 0, 3)
+    saved(first, folder, 3)
+    resumed = on("dp2", "zero3")
+    loaded(resumed, folder)
+    moved = worst(whole(resumed), whole(first))
+    losses += run(resumed, 3, 6)
+    forgetful = on("dp2", "zero3")
+    loaded(forgetful, folder)
+    for held in state_shards(forgetful):
+        if held.name.startswith("exp_avg."):
+            held.tensor.zero_()
+    without = run(forgetful, 3, 6)
+    return {
+        "moved": moved,
+        "gaps": [abs(a - b) / abs(b) for a, b in zip(losses, straight, strict=True)],
+        "without momentum": abs(without[-1] - straight[-1]) / abs(straight[-1]),
+    }
+
+
 def policies(folder: Path) -> dict[str, Any]:
     """Tied ends, shared KV heads, projections fused and not, both kinds of AdamW."""
     cases = {
@@ -224,4 +254,5 @@ def formats(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(on_ranks(RANKS, globals()[sys.argv[1]])[0]))
+    which = sys.argv[1]
+    print(json.dumps(on_ranks(RANKS_OF.get(which, RANKS), globals()[which])[0]))

@@ -40,6 +40,16 @@ def test_the_curve_goes_on_from_layout_to_layout() -> None:
 
 
 @pytest.mark.slow
+def test_muon_goes_on_from_blocks_to_shards() -> None:
+    """tp2 by blocks, then dp2 under ZeRO-3 by owners, against tp2 throughout."""
+    found = ranks("muon")
+    assert found["moved"] == 0.0
+    assert len(found["gaps"]) == 6
+    assert max(found["gaps"]) < 1e-12
+    assert found["without momentum"] > 1e-6
+
+
+@pytest.mark.slow
 def test_copies_fusion_and_kinds_of_adamw_do_not_matter() -> None:
     gaps = ranks("policies")["gaps"]
     assert {gap for name, gap in gaps.items() if "next" not in name} == {0.0}
