@@ -15,6 +15,7 @@ from fourfold.cost.memory.stage import stage_weights, stages
 from fourfold.cost.ops.muon import iterations, shapes
 from fourfold.cost.ops.op import Op, of_one
 from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import once_ops
 from fourfold.cost.step.rates import rates_of
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.search.query import usual_cluster
@@ -22,7 +23,7 @@ from fourfold.search.resolve import resolve
 from fourfold.spec import catalog
 from fourfold.spec.engine import MeasuredAs, engine_of
 from fourfold.spec.layout import Layout
-from fourfold.spec.muon import IterationDtype, Muon, iteration_flops
+from fourfold.spec.muon import IterationDtype, MatrixChoice, Muon, iteration_flops
 from fourfold.spec.run import RunSpec
 from tests.specs import run_spec
 
@@ -144,3 +145,26 @@ def test_iterations_take_seconds_by_the_rate_of_their_format():
         return found
 
     assert seconds("fp32") > 3.0 * seconds("bf16")
+
+
+def test_routers_left_to_adamw_have_no_iterations_and_both_moments():
+    def run_of(matrices: MatrixChoice) -> Columns:
+        muon = Muon(matrices=matrices)
+        return columns(run("mixtral-8x7b", "dp8 ep8", sharding="zero1", muon=muon))
+
+    everything, rest = run_of("layers"), run_of("no-router")
+    shape = catalog.model("mixtral-8x7b")
+    routers = shape.layers * shape.experts * shape.hidden
+    saved = flops(updates(everything)) - flops(updates(rest))
+    of_one_rank = 5 * shape.layers * iteration_flops(shape.experts, shape.hidden) / 8
+    assert saved == pytest.approx(of_one_rank, rel=1e-6)
+    sent = [sum(of_one(op.bytes * op.share) for op in updates(c) if op.axis == "shard")
+            for c in (everything, rest)]  # fmt: skip
+    assert sent[0] - sent[1] == pytest.approx(2 * 2 * routers / 8, rel=1e-6)
+    states = [of_one(stage_weights(c, stages(c, c.micros)[0], c.micros).state)
+              for c in (everything, rest)]  # fmt: skip
+    assert states[1] - states[0] == pytest.approx(4 * routers / 8, rel=1e-6)
+
+
+def updates(c: Columns) -> list[Op]:
+    return once_ops(c)[1]

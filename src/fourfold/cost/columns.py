@@ -113,6 +113,7 @@ class Columns:
     ]  # of the iteration that an update's matrices go through; 0: none
     muon_bytes: Annotated[Floats, 2]  # bytes of an element of it
     muon_peak: Annotated[Floats, 1]  # FLOP/s of its products by the data sheet, against `peak`
+    muon_routers: Annotated[Floats, 1]  # 1: routers are matrices of it; 0: they are AdamW's
     muon_blocks: Annotated[Floats, 0]  # 1: tensor ranks iterate on blocks cut along the longer side
     rope: Annotated[Floats, 1]  # 1: queries and keys are turned (in fp32)
     positions: Annotated[Floats, 0]  # rows of a learned table; -1: one a token, 0: none

@@ -240,6 +240,7 @@ def muon_facts(policy: Policy, device: Device) -> dict[str, float]:
         "muon_steps": float(muon.steps),
         "muon_bytes": DTYPE_BYTES[muon.dtype],
         "muon_peak": (getattr(peaks, muon.dtype) or usual) / usual,
+        "muon_routers": float(muon.matrices == "layers"),
         "muon_blocks": float(muon.placement == "blocks"),
     }
 

@@ -25,6 +25,7 @@ from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import around_bytes, at_stages, of_stages, stages
 from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
+from fourfold.cost.ops.muon import adams_weights
 from fourfold.cost.ops.op import Sizes
 from fourfold.cost.step.pipeline import has_own_schedule, in_flight, stage_layers
 from fourfold.cost.step.stage_kinds import has_uneven_experts, routed_shares
@@ -171,8 +172,8 @@ def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
 
 
 def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Floats]]:
-    """(parameters by kind and then those of embedding and head, bytes of activations, bytes at the
-    loss) of the first stage, of the second or the fullest one between, and of the last; how the
+    """(parameters by kind and then those that AdamW has beside Muon, bytes of activations, bytes at
+    the loss) of the first stage, of the second or the fullest one between, and of the last; how the
     state is sharded does not enter."""
     embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
@@ -189,10 +190,11 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Fl
     ]
     activations = [own + _working_bytes(c, one) for own, one in zip(held, kept, strict=True)]
     ends = (np.where(alone & (c.tied < 1), 2.0, 1.0) * embed, np.zeros(()), embed)
-    counts = zip((split.first, split.middle, split.last), weights, ends, strict=True)
+    routers = of_stages(c, at, adams_weights(at))
+    counts = zip((split.first, split.middle, split.last), weights, ends, routers, strict=True)
     params = [
-        [layers * dense + end, *(layers * each for each in others), end]
-        for layers, (dense, *others), end in counts
+        [layers * dense + end, *(layers * each for each in others), end + layers * router]
+        for layers, (dense, *others), end, router in counts
     ]
     losses = np.where(alone, loss, 0.0), np.zeros(len(c)), loss
     return list(zip(params, activations, losses, strict=True))

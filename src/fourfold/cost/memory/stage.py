@@ -11,6 +11,7 @@ import numpy as np
 from fourfold.cost.columns import Coefficients, Columns, Floats, Sequences
 from fourfold.cost.kinds import KINDS
 from fourfold.cost.memory.unseen import unseen_bytes
+from fourfold.cost.ops.muon import adams_weights
 from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
 from fourfold.cost.step.stage_kinds import end_shares, has_uneven_experts, routed_share
 from fourfold.spec.words import SCHEDULES
@@ -172,7 +173,8 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
         head=head,
         all=whole,
         shards=z,
-        state=(whole / z + n * apart) * (p + c.moment_bytes) + root / z * c.end_moment_bytes,
+        state=(whole / z + n * apart) * (p + c.moment_bytes)
+        + (root + n * adams_weights(own)) / z * c.end_moment_bytes,
         unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
         later=np.where(third, (root + chunks * one) * a, whole * a),
         ahead=np.where(third, ahead, 0.0),

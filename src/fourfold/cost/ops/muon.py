@@ -67,7 +67,13 @@ def shapes(c: Columns, kind: WeightKind) -> Iterator[MatrixShape]:
         shared = c.routed * (c.shared_ffn > 0)
         yield MatrixShape("mlp.shared.up", c.shared_ffn, c.hidden, shared * pair, "rows")
         yield MatrixShape("mlp.shared.down", c.hidden, c.shared_ffn, shared, "columns")
-        yield MatrixShape("mlp.router", c.experts, c.hidden, c.routed, "")
+        yield MatrixShape("mlp.router", c.experts, c.hidden, c.routed * c.muon_routers, "")
+
+
+def adams_weights(c: Columns) -> Floats:
+    """Return the weights of matrices of a mean layer that AdamW updates beside Muon: routers."""
+    kept = np.where(c.muon_steps > 0, 1.0 - c.muon_routers, 0.0)
+    return kept * c.routed * c.experts * c.hidden
 
 
 def iterations(c: Columns, params: Floats, kind: WeightKind) -> Iterator[Op]:

@@ -18,7 +18,7 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.kinds import DENSE, kinds_of
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import LAYER
-from fourfold.cost.ops.muon import iterations
+from fourfold.cost.ops.muon import adams_weights, iterations
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 from fourfold.cost.step.rates import Rates, rates_of
@@ -133,9 +133,10 @@ def once_ops(c: Columns, ends: float = 1.0) -> Once:
         of_layers = held * kind.on_rank(c)
         of_ends = matrices * c.vocab * c.hidden / c.tp if kind is DENSE else np.zeros(())
         reduced.append(reduction(c, of_layers + of_ends, kind))
-        updated += update(c, of_layers + of_ends, kind, of_ends)
+        of_adam = held * adams_weights(c) if kind is DENSE else np.zeros(())
+        updated += update(c, of_layers + of_ends, kind, of_ends + of_adam)
         if np.any(c.muon_steps > 0):
-            updated += iterations(c, of_layers, kind)
+            updated += iterations(c, of_layers - of_adam, kind)
     return reduced, updated
 
 
