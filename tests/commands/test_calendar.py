@@ -47,6 +47,18 @@ def test_calendar_interval_contains_deepseek_v3_and_names_its_seconds(cli: Cli) 
     assert best["step_times"][0] in cli(*words)
 
 
+def test_muon_is_named_with_the_format_of_its_iterations(cli: Cli) -> None:
+    model = ("--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096")
+    words = (*model, "--global-batch", "64", "--set", "policy.optimizer=muon", "--micro-batch", "1")
+    fixed = ("--pp", "1", "--cp", "1", "--tp", "1")
+    assert "; muon, iterations in bf16" in cli("calendar", *words, *fixed, "--tokens", "1T")
+    wider = ("--set", "policy.muon.dtype=fp32")
+    assert "optimizer muon, iterations in fp32" in cli("plan", *words, *wider, "--explain", "dp8")
+    tiny = ("--model", "llama-tiny", "--gpus", "1", "--seq-len", "64", "--global-batch", "2")
+    counted = cli("dryrun", *tiny, "--set", "policy.optimizer=muon")
+    assert "llama-tiny on 1 rank, pp1 dp1 cp1 tp1, muon, iterations in bf16; per rank" in counted
+
+
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(

@@ -150,12 +150,13 @@ def _page(answer: DryRun) -> list[Part]:
         *((axis, lambda one, axis=axis: show_bytes(moved(one, axis))) for axis in axes),
     )
     low, high = RESERVED_RATIO
+    iterations = f", {answer.optimizer}" if answer.optimizer.startswith("muon") else ""
     payload = f"; {', '.join(axes)}: payload of collectives" if axes else ""
     return [
         counts,
         "",
-        f"{answer.model} on {counted(answer.gpus, 'rank')}, {answer.layout}; per rank and step"
-        f"{payload}",
+        f"{answer.model} on {counted(answer.gpus, 'rank')}, {answer.layout}{iterations}; per rank "
+        f"and step{payload}",
         f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
         *(
             f"  {show_bytes(large.bytes):>10}  {large.kind}, {large.shape} {large.dtype}, "

@@ -254,6 +254,7 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
         f"{row.policy.recompute}: the best of {counted(answer.ways or 0, 'variant')}",
         f"{interval_s(row)}, {place}{unproven}; "
         f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {'the first choice' if is_first else against + sure}",
+        *([f"optimizer {row.policy.optimizer_name}"] if row.policy.optimizer == "muon" else []),
         *approximated(answer.remarks),
         "",
         Grid(["part", "s", "best s", "difference"], parts),

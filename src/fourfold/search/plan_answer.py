@@ -358,7 +358,18 @@ class PlanAnswer:
 
     @property
     def step_times(self) -> str:
-        """Whose step times they are: 'step times (near) for ENGINE on CLUSTER (...)'."""
+        """Whose step times they are: 'step times (near) for ENGINE on CLUSTER (...)'; and
+        the format of Muon's iterations."""
+        return self._times_of_stack + self._optimizer
+
+    @property
+    def _optimizer(self) -> str:
+        if self.best is None or self.best.policy.optimizer != "muon":
+            return ""
+        return f"; {self.best.policy.optimizer_name}"
+
+    @property
+    def _times_of_stack(self) -> str:
         known = self.calibration
         stack = "a typical engine" if self.stack == "generic" else self.stack
         times = f"step times ({self.best.provenance})" if self.best else "step times"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fourfold.result.quality import straggler
 from fourfold.result.report import ExpertLoad
 from fourfold.result.timing import LEAST_SAMPLES
-from fourfold.spec.policy import Policy
 from fourfold.spec.words import OURS
 from fourfold.text_table import Grid, Part, named, or_dash, quantities, table
 from fourfold.units import counted, show_bytes, show_seconds
@@ -202,7 +201,7 @@ def _format_rows(shown: RunShown) -> list[list[str]]:
         [
             "weights, moments",
             f"{formats.weights}, {formats.moments}",
-            f"optimizer {_optimizer(shown.report.spec.policy)}",
+            f"optimizer {shown.report.spec.policy.optimizer_name}",
         ],
         ["compute dtype", inside, ""],
         ["gradients", grads, ""],
@@ -211,12 +210,6 @@ def _format_rows(shown: RunShown) -> list[list[str]]:
         skipped = f"{shown.skipped_steps} of {len(shown.report.steps)} steps"
         lines.append(["loss scale", f"{shown.loss_scale:g}", f"{skipped} skipped for overflow"])
     return lines
-
-
-def _optimizer(policy: Policy) -> str:
-    """Its name, and what Muon iterates in."""
-    is_muon = policy.optimizer == "muon"
-    return policy.optimizer + (f", iterations in {policy.muon.dtype}" if is_muon else "")
 
 
 def _machine_rows(shown: RunShown) -> list[list[str]]:

@@ -199,6 +199,12 @@ class Policy:
         return self.loss == "lean" or (self.loss == "auto" and self.compile)
 
     @property
+    def optimizer_name(self) -> str:
+        """The optimizer, and the format that Muon iterates in: 'muon, iterations in bf16'."""
+        is_muon = self.optimizer == "muon"
+        return self.optimizer + (f", iterations in {self.muon.dtype}" if is_muon else "")
+
+    @property
     def zero(self) -> int:
         return int(self.sharding[-1])
 

@@ -219,6 +219,7 @@ class DryRun(Answer):
     model: str
     layout: str
     gpus: int
+    optimizer: str  # with the format of Muon's iterations
     stages: tuple[RankCount, ...]
     worst_stage: int
     unseen: tuple[Unseen, ...]
@@ -234,6 +235,7 @@ class DryRun(Answer):
             model=spec.model.name,
             layout=str(spec.layout),
             gpus=spec.gpus,
+            optimizer=spec.policy.optimizer_name,
             stages=tuple(counts),
             worst_stage=worst.stage,
             unseen=unseen,
