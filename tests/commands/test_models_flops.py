@@ -59,7 +59,7 @@ def test_one_table_of_all_engines() -> None:
     by = {(line.engine, line.gpu): line for line in found.lines}
     assert by["megatron", "h100-80gb"].priced == "near"
     assert by["megatron", "h100-80gb"].rows > 0
-    assert by["torchrun", "mi300x"].priced == "physics"
+    assert by["torchrun", "mi300x"].priced == "blended"
     assert by["megatron", "b200"].settings == "yes"
 
 

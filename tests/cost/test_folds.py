@@ -138,7 +138,7 @@ def test_two_tables_with_rows_of_one_source_keep_their_own_numbers() -> None:
 
     results = [scored("layout", 139, 2.5), scored("layout", 3, 30.0), scored("source", 139, 4.0)]
     numbers = {field.name: 3 for field in fields(FoldScore)} | {"left_out": "layout"}
-    answer = SimpleNamespace(results=results, folds=[FoldScore(**numbers)])
+    answer = SimpleNamespace(scores=results, folds=[FoldScore(**numbers)])
     _, sources = fold_tables(cast(Scores, answer))
     assert [tuple(row[:5]) for row in sources.rows] == [
         ("mpt", "139", "2.5", "-", "4.0"), ("mpt", "3", "30.0", "-", "-")

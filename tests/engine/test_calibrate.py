@@ -48,6 +48,7 @@ def test_the_cluster_can_be_planned_for(profile: HardwareProfile) -> None:
     assert codec.from_toml(Cluster, codec.to_toml(cluster)) == cluster
     assert cluster.device.id == "cpu-this"
     assert set(coefficients_of(profile)) == {
+        "engine",
         "product",
         "align",
         "host_s",

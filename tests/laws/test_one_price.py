@@ -379,12 +379,12 @@ def _of_agents(request: PlanRequest) -> Iterator[tuple[float, float]]:
     batch = {name: asked.pop(name) for name in ("seq_len", "global_batch", "micro_batch")}
     run = {name: asked.pop(name) for name in ("model", "gpus", "layout", "policy")}
     machine = asked | {"runs": [run | {"batch": batch}]}
-    yield _price_of(TOOLS["predict"].call(machine)["runs"][0])
-    yield _price_of(TOOLS["plan"].call(asked | run | batch)["ranked"][0])
+    yield _price_of(TOOLS["predict"].call(machine).plain()["runs"][0])
+    yield _price_of(TOOLS["plan"].call(asked | run | batch).plain()["ranked"][0])
     explained = TOOLS["explain"].call(
         asked | run | batch | {"layout": "", "explain": run["layout"]}
     )
-    yield _price_of(explained["row"])
+    yield _price_of(explained.plain()["row"])
 
 
 def _price_of(answer: dict[str, Any]) -> tuple[float, float]:

@@ -137,7 +137,7 @@ def test_a_sweep_keeps_engines_apart_and_resumes(tmp_path: Path) -> None:
     assert first.counts["ok"] == 3
     assert first.counts["illegal"] == 3
     again = fourfold.sweep(table, request)
-    assert all(run["resumed"] for run in again.runs)
+    assert all(run.resumed for run in again.runs)
     other = fourfold.SweepRequest(**asked(tmp_path, "oom"))
     assert fourfold.sweep(table, other).counts["oom"] == 3
 

@@ -128,7 +128,8 @@ def test_128_heads_on_13824_are_slow(cli, tp: str) -> None:
     assert said["heads"]["head_size"] == 108
     assert "head size 108 is not a multiple of 8" in said["heads"]["notes"][0]
     losses = {row["value"]: row["attention_loss"] for row in said["heads"]["table"]}
-    assert losses[128] > 1.1 > 1.05 > losses[72]  # of size 192
+    # Heads of 192 are aligned; beyond 128 the backward kernels alone are slower.
+    assert losses[128] > 1.15 > losses[72]
     fine = cli.json(*asked, "8", "--hidden", "14336", "--heads", "112")
     assert fine["heads"]["verdict"] == "fine"
 

@@ -19,6 +19,7 @@ from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
 from fourfold.result.stored_run import StoredRun
 from fourfold.spec import Layout, ModelShape, catalog, codec
+from fourfold.spec.muon import Muon
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault
 from fourfold.tables.derive import derive, published
@@ -39,7 +40,7 @@ OTHERS: dict[str, Any] = {
     "recompute": "full", "attention": "flash", "dispatcher": "allgather",
     "routing": "forced", "imbalance": 0.5, "overlap_exchange": True,
     "overlap_kind": "shared-expert", "scaling": "block",
-    "optimizer": "adamw-plain", "compile": True,
+    "optimizer": "muon", "muon": Muon(steps=3), "compile": True,
     "cuda_graph": True, "async_tp": True, "prefetch": 2, "overlap_grad_reduce": False,
     "overlap_param_gather": False, "fused_projections": False, "loss_chunks": 4, "loss": "lean",
     "offload": "activations", "env": (("NCCL_DEBUG", "INFO"),),
@@ -80,9 +81,17 @@ def reports(name: str) -> dict[str, RunReport]:
     return {
         "": report(model),
         "engine": report(model, engine="torchtitan"),
-        **{one: report(model, **{one: value}) for one, value in changes.items()},
+        **{
+            name: report(model, **_needed_by(name), **{name: value})
+            for name, value in changes.items()
+        },
         **{f"model.{one}": report(other) for one, other in shapes.items()},
     }
+
+
+def _needed_by(field: str) -> dict[str, Any]:
+    """Return what a field of a policy says something about."""
+    return {"optimizer": "muon"} if field == "muon" else {}
 
 
 @pytest.fixture(scope="module", params=["llama-tiny", "mixtral-tiny"])

@@ -96,9 +96,11 @@ def match_engine(
     full name stays as it is; a name nobody knows is refused."""
     name = require_known(stack, calibration)
     asked = calibration.engines.get(name) or MeasuredAs.of(name)
-    if asked in calibration.by_engine:
-        return asked
     named = _measured_of(name, calibration, experts=experts)
+    # Runs without a date are one release of several where others of the same engine have a year.
+    releases = {entry.measured_as for entry in named if entry.measured_as.engine == asked.engine}
+    if asked in calibration.by_engine and (asked.year is not None or releases <= {asked}):
+        return asked
     if not named:
         return asked
     generation = generation_of(cluster.device) if cluster else ""
@@ -123,7 +125,9 @@ def match_engine(
 def _measured_of(name: str, calibration: Calibration, *, experts: bool) -> list[FittedStack]:
     """Return the entries with runs of releases of a name: of models without experts, for a model
     with `experts` of engines that ran some, where there are any."""
-    begun = {runs for full, runs in calibration.engines.items() if full.startswith(f"{name}-")}
+    begun = {
+        runs for full, runs in calibration.engines.items() if f"{full}-".startswith(f"{name}-")
+    }
     dense = [e for e in calibration.dense if e.rows_time and e.measured_as in begun]
     if not experts:
         return dense
