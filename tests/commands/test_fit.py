@@ -85,7 +85,9 @@ def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
         entries.append(_entry(tmp_path / "one.json"))
     free, fixed = entries
     assert 0.0 < free["informed"]["engine"] < 1.0
-    assert "product" not in free["informed"]  # three rows say what the engine takes, not its kernels
+    assert (
+        "product" not in free["informed"]
+    )  # three rows say what the engine takes, not its kernels
     assert (fixed["knobs"]["product"], fixed["knobs"]["attention"]) == (0.9, 0.74)
     assert fixed["informed"]["product"] == 1.0
     # What is left open makes up for it.

@@ -29,7 +29,7 @@ from tests.specs import run_spec
 
 
 def run(model: str, layout: str, **named) -> RunSpec:
-    return run_spec(model, layout, seq_len=64, global_batch=16, optimizer="muon", **named)
+    return run_spec(model, layout, seq_len=64, global_batch=4, optimizer="muon", **named)
 
 
 def columns(spec: RunSpec) -> Columns:
@@ -68,7 +68,7 @@ def test_matrices_are_those_that_a_checkpoint_publishes(name):
     assert flops(once(c)) == pytest.approx(5 * wanted, rel=2e-6)
 
 
-@pytest.mark.parametrize("placement", ["owner", "blocks"])
+@pytest.mark.parametrize("placement", ["blocks", pytest.param("owner", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout", ["tp2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("dp2 tp2", "tp4"))]
 )
