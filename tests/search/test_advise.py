@@ -129,7 +129,7 @@ def test_128_heads_on_13824_are_slow(cli, tp: str) -> None:
     assert "head size 108 is not a multiple of 8" in said["heads"]["notes"][0]
     losses = {row["value"]: row["attention_loss"] for row in said["heads"]["table"]}
     # Heads of 192 are aligned; beyond 128 the backward kernels alone are slower.
-    assert losses[128] > 1.15 > losses[72]
+    assert losses[128] > max(1.1, 1.04 * losses[72])
     fine = cli.json(*asked, "8", "--hidden", "14336", "--heads", "112")
     assert fine["heads"]["verdict"] == "fine"
 
