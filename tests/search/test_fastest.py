@@ -188,14 +188,15 @@ def test_points_too_slow_to_be_listed_are_not_missed(query: PlanQuery, least: in
 def test_of_millions_with_experts_none_that_is_listed_is_missed() -> None:
     """Of our own engine, whose tensors are counted."""
     request = PlanRequest(
-        model="qwen3-235b-a22b", gpu="h100-80gb", gpus=256, seq_len=4096, global_batch=1024,
+        model="qwen3-235b-a22b", gpu="h100-80gb", gpus=512, seq_len=4096, global_batch=2048,
         stack="fourfold",
     )  # fmt: skip
     query, _ = resolved(request)
     found, every = (rank_layouts(query, whole=one) for one in (False, True))
     assert found.slower > every.fitting
     for name in every.points:
-        assert found.points[name][:10].tolist() == every.points[name][:10].tolist(), name
+        # Seconds that the user measured are NaN where there are none.
+        np.testing.assert_array_equal(found.points[name][:10], every.points[name][:10], name)
 
 
 def check_beside(ranking: Ranking, ranked: Pool, close: Pool) -> None:
